@@ -1,0 +1,262 @@
+"""K/V caches: a ring with a margin for sliding layers, a growing one for full layers.
+
+Rows are asked for by absolute position and come back oldest first, so slot order never reaches the
+arithmetic. The margin of 7 rows lets a verify block be rolled back after a wrap without losing a key.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from engine.config import TextConfig
+from engine.errors import EngineError
+
+MARGIN = 7
+"""Ring slots beyond the window: the rows of a block of 8 that a rollback can drop."""
+
+GROWTH_STEP = 256
+"""Rows by which a linear cache grows."""
+
+
+class Snapshot(NamedTuple):
+    """The logical content of one layer: position of the first row, and K and V bytes oldest first."""
+
+    first_position: int
+    k: bytes
+    v: bytes
+
+
+class LayerCache(ABC):
+    """K/V rows of one layer. `kv` [2, Hkv, slots, D] holds them, `length` counts positions from 0."""
+
+    kv: Tensor
+
+    def __init__(self, num_kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, device: str) -> None:
+        self.kv = torch.zeros(2, num_kv_heads, slots, head_dim, dtype=dtype, device=device)
+        self.length = 0
+
+    @abstractmethod
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Append rows k and v [Hkv, M, D] at position `length`."""
+
+    @abstractmethod
+    def rows(self, first: int, end: int) -> Tensor:
+        """K and V of positions first..end-1, oldest first [2, Hkv, end - first, D]; may be a view, do not write to it.
+
+        EngineError when a position is not held.
+        """
+
+    @abstractmethod
+    def rollback(self, n: int) -> None:
+        """Drop the newest n rows; EngineError when that would uncover rows that are gone."""
+
+    @abstractmethod
+    def first_visible(self, position: int) -> int:
+        """Oldest position that a query at `position` may see."""
+
+    def keys_upto(self, position: int) -> tuple[Tensor, Tensor, int]:
+        """What a query at `position` sees: k, v [Hkv, K, D] oldest first, and the first key's position."""
+        first = self.first_visible(position)
+        kv = self.rows(first, position + 1)
+        return kv[0], kv[1], first
+
+    @abstractmethod
+    def committed(self) -> Tensor:
+        """All rows that a drafter may read [2, Hkv, K, D]: every one held, at most a window of them."""
+
+    def snapshot(self) -> Snapshot:
+        """The logical content, equal for two caches that hold the same rows in other slots."""
+        kv = self.committed()
+        return Snapshot(self.length - kv.shape[2], _bytes(kv[0]), _bytes(kv[1]))
+
+    def clone(self) -> Self:
+        """An independent copy."""
+        other = copy.copy(self)
+        other.kv = self.kv.clone()
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.kv.numel() * self.kv.element_size()
+
+    def _put(self, slot: int, k: Tensor, v: Tensor) -> None:
+        """Store rows in consecutive slots."""
+        for held, new in zip(self.kv.unbind(), (k, v), strict=True):
+            held.narrow(1, slot, new.shape[1]).copy_(new)
+
+    def _check_held(self, first: int, end: int, oldest: int) -> None:
+        if not oldest <= first < end <= self.length:
+            raise EngineError(
+                f"cache: positions {first}..{end - 1} asked for, but {oldest}..{self.length - 1} are held"
+            )
+
+
+class LinearCache(LayerCache):
+    """All rows, in buffers that grow by 256."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        super().__init__(num_kv_heads, head_dim, 0, dtype, device)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Append rows, growing where they do not fit."""
+        end = self.length + k.shape[1]
+        if end > self.kv.shape[2]:
+            slots = -(-end // GROWTH_STEP) * GROWTH_STEP
+            grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
+            grown[:, :, : self.length] = self.kv[:, :, : self.length]
+            self.kv = grown
+        self._put(self.length, k, v)
+        self.length = end
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """A view of the rows."""
+        self._check_held(first, end, 0)
+        return self.kv[:, :, first:end]
+
+    def rollback(self, n: int) -> None:
+        """Drop the newest n rows."""
+        if not 0 <= n <= self.length:
+            raise EngineError(f"cache: cannot roll back {n} of {self.length} rows")
+        self.length -= n
+
+    def first_visible(self, position: int) -> int:
+        """Every position is visible."""
+        return 0
+
+    def committed(self) -> Tensor:
+        """Every row."""
+        return self.kv[:, :, : self.length]
+
+
+class RingCache(LayerCache):
+    """The last window + 7 rows, written round and round: position p lives in slot p mod (window + 7)."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        super().__init__(num_kv_heads, head_dim, window + MARGIN, dtype, device)
+        self.window = window
+        self.slots = window + MARGIN
+        self.high_water = 0
+
+    @property
+    def cursor(self) -> int:
+        """Slot of the next row."""
+        return self.length % self.slots
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether a slot has been written twice."""
+        return self.high_water > self.slots
+
+    @property
+    def oldest(self) -> int:
+        """Oldest position that is still held."""
+        return max(0, self.high_water - self.slots)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Append rows; of more than the ring holds, which only a prefill brings, the last ones stay."""
+        count = k.shape[1]
+        end = self.length + count
+        if count > self.slots:
+            k, v, count = k[:, -self.slots :], v[:, -self.slots :], self.slots
+        start = (end - count) % self.slots
+        head = min(count, self.slots - start)
+        if head == count:
+            self._put(start, k, v)
+        else:
+            self._put(start, k[:, :head], v[:, :head])
+            self._put(0, k[:, head:], v[:, head:])
+        self.length = end
+        self.high_water = max(self.high_water, end)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """The rows; a view, or a copy in position order where they lie across the ring's end."""
+        self._check_held(first, end, self.oldest)
+        start, stop = first % self.slots, (end - 1) % self.slots + 1
+        if start < stop:
+            return self.kv[:, :, start:stop]
+        return torch.cat((self.kv[:, :, start:], self.kv[:, :, :stop]), 2)
+
+    def rollback(self, n: int) -> None:
+        """Drop the newest n rows; after a wrap at most the margin's 7 of the last block."""
+        length = self.length - n
+        if n < 0 or length < 0:
+            raise EngineError(f"cache: cannot roll back {n} of {self.length} rows")
+        if self.oldest > max(0, length - self.window):
+            raise EngineError(
+                f"cache: rolling back {n} rows to {length} needs position {max(0, length - self.window)},"
+                f" but the ring holds {self.oldest} and later; roll back at most {MARGIN} rows of the last block"
+            )
+        self.length = length
+
+    def first_visible(self, position: int) -> int:
+        """The window, the query's own position included."""
+        return max(0, position - self.window + 1)
+
+    def committed(self) -> Tensor:
+        """The last `window` rows, or as many as there are."""
+        first = max(0, self.length - self.window)
+        if first == self.length:
+            return self.kv[:, :, :0]
+        return self.rows(first, self.length)
+
+
+class CacheSet:
+    """The caches of all layers, kept at one length."""
+
+    def __init__(self, layers: Sequence[LayerCache]) -> None:
+        self.layers = list(layers)
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        return self.layers[layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def length(self) -> int:
+        """Rows held by every layer; EngineError when the layers disagree."""
+        length = self.layers[0].length
+        for index, layer in enumerate(self.layers):
+            if layer.length != length:
+                raise EngineError(f"cache: layer {index} holds {layer.length} rows, layer 0 holds {length}")
+        return length
+
+    def rollback(self, n: int) -> None:
+        """Drop the newest n rows of every layer."""
+        for layer in self.layers:
+            layer.rollback(n)
+
+    def clone(self) -> CacheSet:
+        """An independent copy."""
+        return CacheSet([layer.clone() for layer in self.layers])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def snapshot_bytes(self) -> list[Snapshot]:
+        """The logical K/V bytes of every layer, by absolute position."""
+        return [layer.snapshot() for layer in self.layers]
+
+
+def new_caches(config: TextConfig, dtype: torch.dtype, device: str = "cpu") -> CacheSet:
+    """Empty caches for a target: a ring per sliding layer, a linear cache per full layer."""
+    layers: list[LayerCache] = []
+    for shape in config.layers:
+        if shape.kind == "sliding":
+            layers.append(RingCache(shape.num_kv_heads, shape.head_dim, config.sliding_window, dtype, device))
+        else:
+            layers.append(LinearCache(shape.num_kv_heads, shape.head_dim, dtype, device))
+    return CacheSet(layers)
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()

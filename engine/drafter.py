@@ -1,0 +1,162 @@
+"""The MTP drafter: four query-only layers over the target's last sliding and last full K/V.
+
+It has no cache. Each step takes the target's scaled embedding of the newest token and a hidden vector of
+the target's width, and gives logits over its own tied table and the vector for the next step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint import Checkpoint
+from engine.config import DrafterConfig, Kind, LayerShape
+from engine.dispatch import DispatchPolicy
+from engine.errors import EngineError, PairError
+from engine.layers import LayerWeights, Run, rope_tables, run_layer
+from engine.target import SharedKV, Target
+from engine.weights import drafter_tensors, layer_weights
+from kernels import Kernels, Linear, kernels_for
+
+SharedPairs = Mapping[Kind, tuple[Tensor, Tensor]]
+
+
+class Drafter:
+    """A loaded drafter; `bind` ties it to the target whose embeddings and K/V it reads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DrafterConfig,
+        policy: DispatchPolicy,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        kernels: Kernels | None = None,
+    ) -> None:
+        checkpoint.verify(drafter_tensors(config), role="drafter")
+        self.config, self.policy, self.device, self.dtype = config, policy, device, dtype
+        self.kernels = kernels or kernels_for(policy.backend)
+        self._shapes = tuple(_query_only(shape) for shape in config.layers)
+        self._layers: list[LayerWeights] = [
+            layer_weights(checkpoint, self.kernels, f"layers.{index}", shape, dtype, device, values=False)
+            for index, shape in enumerate(self._shapes)
+        ]
+        self._head = self.kernels.prepare(checkpoint.weight("embed_tokens", dtype, device))
+        self._pre = self.kernels.prepare(checkpoint.weight("pre_projection", dtype, device))
+        self._post = self.kernels.prepare(checkpoint.weight("post_projection", dtype, device))
+        self._norm = checkpoint.tensor("norm.weight").float().to(device)
+        self._tables = rope_tables(config, device)
+        self._target: Target | None = None
+
+    def bind(self, target: Target) -> None:
+        """Check that the target fits, and keep it for its embeddings; PairError names both sizes and their keys."""
+        mine, its = self.config, target.config
+        for text, own, other in (
+            ("drafter backbone_hidden_size {}, target hidden_size {}", mine.backbone_hidden_size, its.hidden_size),
+            ("drafter vocab_size {}, target vocab_size {}", mine.vocab_size, its.vocab_size),
+            ("drafter sliding_window {}, target sliding_window {}", mine.sliding_window, its.sliding_window),
+            ("drafter head_dim {}, target head_dim {}", mine.head_dim, its.head_dim),
+            ("drafter global_head_dim {}, target global_head_dim {}", mine.global_head_dim, its.global_head_dim),
+            (
+                "drafter num_key_value_heads {}, target num_key_value_heads {}",
+                mine.num_key_value_heads,
+                its.num_key_value_heads,
+            ),
+            (
+                "drafter num_global_key_value_heads {}, target num_global_key_value_heads {}",
+                mine.num_global_key_value_heads,
+                its.num_global_key_value_heads,
+            ),
+            ("drafter rope_parameters {}, target rope_parameters {}", mine.rope_sliding, its.rope_sliding),
+            ("drafter rope_parameters {}, target rope_parameters {}", mine.rope_full, its.rope_full),
+        ):
+            if own != other:
+                raise PairError(f"{text.format(own, other)}: this drafter was made for another target")
+        self._target = target
+
+    def with_policy(self, policy: DispatchPolicy) -> Drafter:
+        """The same weights under another policy; bind it again."""
+        other = copy.copy(self)
+        other.policy, other._target = policy, None
+        return other
+
+    def linear_weights(self) -> Iterator[tuple[str, Linear]]:
+        """Every matrix, by name."""
+        yield "drafter pre_projection", self._pre
+        for index, layer in enumerate(self._layers):
+            yield f"drafter layer {index} q_proj", layer.qkv
+            yield f"drafter layer {index} o_proj", layer.o
+            yield f"drafter layer {index} gate_proj+up_proj", layer.gate_up
+            yield f"drafter layer {index} down_proj", layer.down
+        yield "drafter post_projection", self._post
+        yield "drafter LM head", self._head
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices in model dtype."""
+        return sum(w.nbytes for _, w in self.linear_weights())
+
+    @torch.inference_mode()
+    def draft(self, token: int, hidden: Tensor, shared: SharedKV, count: int, position_offset: int = -1) -> list[int]:
+        """`count` greedy proposals after `token`; hidden [B] is the target's, final norm applied.
+
+        The rotary position is `shared.length + position_offset` in every step of the round: -1 is the last
+        committed position, 0 the token's own.
+        """
+        pairs = _widened(shared)
+        vector, proposals = hidden.view(1, -1), []
+        for step in range(count):
+            y = self._forward(token, vector, pairs, shared.length + position_offset)
+            token = self.kernels.argmax(self.kernels.linear_any(y, self._head))[0]
+            proposals.append(token)
+            if step + 1 < count:
+                vector = self.kernels.linear_any(y, self._post)
+        return proposals
+
+    @torch.inference_mode()
+    def draft_step(self, token: int, vector: Tensor, shared: SharedKV, position: int) -> tuple[Tensor, Tensor]:
+        """One step at a rotary position: (logits [V], vector [B] for the next step)."""
+        y = self._forward(token, vector.view(1, -1), _widened(shared), position)
+        return self.kernels.linear_any(y, self._head)[0], self.kernels.linear_any(y, self._post)[0]
+
+    def _forward(self, token: int, vector: Tensor, pairs: SharedPairs, position: int) -> Tensor:
+        """Final-normed state [1, h]."""
+        target = self._target
+        if target is None:
+            raise EngineError("drafter: not bound to a target; call bind(target) first")
+        embedded = target.embed(torch.tensor([token], device=self.device))
+        kernels = self.kernels
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = pairs[self._shapes[layer].kind]
+            return kernels.sdpa_rows(q, keys, values, [(0, keys.shape[1])])
+
+        run = Run(
+            kernels=kernels,
+            rows=1,
+            linear=kernels.linear_any,
+            geglu=lambda bits: self.policy.geglu(1, bits, True),
+            rope="row",
+            tables={kind: table.rows(max(position, 0), 1) for kind, table in self._tables.items()},
+            attend=attend,
+        )
+        h = kernels.linear_any(torch.cat((embedded, vector), -1), self._pre)
+        for index, (shape, weights) in enumerate(zip(self._shapes, self._layers, strict=True)):
+            h = run_layer(run, index, shape, weights, self.config.rms_norm_eps, h)
+        return kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
+
+
+def _widened(shared: SharedKV) -> SharedPairs:
+    """The shared K/V in fp32, once per round: exact, and what attention computes in anyway."""
+    return {
+        "sliding": (shared.sliding[0].float(), shared.sliding[1].float()),
+        "full": (shared.full[0].float(), shared.full[1].float()),
+    }
+
+
+def _query_only(shape: LayerShape) -> LayerShape:
+    """The layer's own matrices: queries, and no K or V, so none to share either."""
+    return LayerShape(shape.kind, shape.num_heads, 0, shape.head_dim, False)

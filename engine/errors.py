@@ -1,0 +1,30 @@
+"""What the engine raises; every message is one line: where, what, what to do.
+
+EngineError
+  +-- ConfigError      a config.json that is incomplete, contradictory or not supported
+  +-- CheckpointError  files that are missing, broken or at odds with their config
+  +-- PairError        a drafter and a target that do not belong together
+  +-- RequestError     a prompt or an option that cannot be run
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of everything that the engine raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """A config.json is incomplete, contradicts itself or asks for a feature that is not supported."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint file is missing, truncated, or does not hold what its config says."""
+
+
+class PairError(EngineError):
+    """A drafter does not fit its target, or was given in the other's place."""
+
+
+class RequestError(EngineError):
+    """A prompt or an option cannot be run: empty prompt, temperature above 0, batch above 1."""

@@ -1,0 +1,87 @@
+"""Loads a target and its drafter from checkpoint folders and checks that they belong together."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.config import config_role, parse_drafter_config, parse_target_config
+from engine.dispatch import DispatchPolicy
+from engine.drafter import Drafter
+from engine.errors import PairError
+from engine.target import Target
+from engine.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its drafter and tokenizer where there are any, and what identifies the checkpoints."""
+
+    target: Target
+    drafter: Drafter | None
+    tokenizer: Tokenizer | None
+    info: dict[str, Any]
+
+    def with_policy(self, policy: DispatchPolicy) -> Pair:
+        """The same weights under another policy."""
+        target = self.target.with_policy(policy)
+        drafter = self.drafter and self.drafter.with_policy(policy)
+        if drafter is not None:
+            drafter.bind(target)
+        return dataclasses.replace(self, target=target, drafter=drafter)
+
+
+def load_pair(
+    target_dir: Path,
+    drafter_dir: Path | None = None,
+    policy: DispatchPolicy | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Pair:
+    """Load a pair; CheckpointError, ConfigError or PairError say what is wrong with which folder."""
+    policy = policy or DispatchPolicy()
+    if device.startswith("cuda"):
+        torch.backends.cuda.matmul.allow_tf32 = policy.flags.enable_tf32
+    checkpoint = _open(target_dir, "target")
+    draft_checkpoint = None if drafter_dir is None else _open(drafter_dir, "drafter")
+    config = parse_target_config(checkpoint.config, f"{checkpoint.name}/config.json")
+    target = Target(checkpoint, config, policy, device, dtype)
+    info: dict[str, Any] = {"target": _describe(checkpoint, target.nbytes), "drafter": None}
+    drafter = None
+    if draft_checkpoint is not None:
+        draft_config = parse_drafter_config(draft_checkpoint.config, f"{draft_checkpoint.name}/config.json")
+        drafter = Drafter(draft_checkpoint, draft_config, policy, device, dtype)
+        drafter.bind(target)
+        info["drafter"] = _describe(draft_checkpoint, drafter.nbytes)
+    tokenizer = None
+    if (target_dir / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(target_dir)
+    return Pair(target, drafter, tokenizer, info)
+
+
+def _open(path: Path, role: str) -> Checkpoint:
+    """Open a folder that must hold a `role`; PairError when it holds the other one."""
+    checkpoint = open_checkpoint(path)
+    found = config_role(checkpoint.config, f"{checkpoint.name}/config.json")
+    if found != role:
+        raise PairError(f"{checkpoint.name}: this is a {found}; give it as {found}, not as {role}")
+    return checkpoint
+
+
+def _describe(checkpoint: Checkpoint, resident_bytes: int) -> dict[str, Any]:
+    section = checkpoint.quantization
+    quantization = "none"
+    if section is not None:
+        bits = {section.bits, *(entry[0] for entry in section.overrides.values() if entry)}
+        quantization = "/".join(f"{b}-bit" for b in sorted(bits)) + f" affine, group {section.group_size}"
+    return {
+        "name": checkpoint.name,
+        "fingerprint": checkpoint.fingerprint(),
+        "bytes": resident_bytes,
+        "quantization": quantization,
+    }

@@ -1,0 +1,211 @@
+"""The Gemma 4 text target: prefill, one step of 1 to 8 rows, and the K/V that a drafter reads.
+
+A step computes 8 rows whatever it was asked for, so classic decode and verify run the same shapes; the
+dispatch policy says which kernel each op takes, and that is all that tells a stage from another.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.attention import attend_prefill, attend_step
+from engine.cache import CacheSet, new_caches
+from engine.capture import FINAL_KIND, Capture
+from engine.checkpoint import Checkpoint
+from engine.config import TargetConfig
+from engine.dispatch import DispatchPolicy
+from engine.errors import EngineError
+from engine.layers import LayerWeights, Run, padded_ids, rope_tables, run_layer
+from engine.weights import layer_weights, target_tensors
+from kernels import MAX_ROWS, Kernels, Linear, kernels_for
+
+StepMode = Literal["classic", "verify"]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One forward of M rows: logits [M, V] after the soft cap, hidden [M, H] after the final norm, greedy ids."""
+
+    logits: Tensor
+    hidden: Tensor
+    argmax: list[int]
+
+
+@dataclass(frozen=True)
+class SharedKV:
+    """Committed K and V, each [Hkv, K, D], of the last sliding (at most a window) and the last full layer.
+
+    `length` is the number of committed positions. The tensors may be views into the caches: use them before
+    the next step.
+    """
+
+    sliding: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
+    length: int
+
+
+class Target:
+    """A loaded target. Weights are shared between copies that differ in policy or kernels."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: TargetConfig,
+        policy: DispatchPolicy,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        kernels: Kernels | None = None,
+    ) -> None:
+        checkpoint.verify(target_tensors(config), role="target")
+        self.config, self.policy, self.device, self.dtype = config, policy, device, dtype
+        self.kernels = kernels or kernels_for(policy.backend)
+        self._shapes = config.layers
+        self._layers: list[LayerWeights] = [
+            layer_weights(checkpoint, self.kernels, f"layers.{index}", shape, dtype, device, values=True)
+            for index, shape in enumerate(self._shapes)
+        ]
+        table = checkpoint.weight("embed_tokens", dtype, device)
+        self.embedding, self._head = table.data, self.kernels.prepare(table)
+        self._embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
+        self._norm = checkpoint.tensor("norm.weight").float().to(device)
+        self._tables = rope_tables(config, device)
+
+    def with_policy(self, policy: DispatchPolicy) -> Target:
+        """The same weights under another policy."""
+        other = copy.copy(self)
+        other.policy = policy
+        if policy.backend != self.policy.backend:
+            raise EngineError(f"target: loaded for backend {self.policy.backend}, load it again for {policy.backend}")
+        return other
+
+    def with_kernels(self, kernels: Kernels) -> Target:
+        """The same weights computed by another bundle of the same backend."""
+        other = copy.copy(self)
+        other.kernels = kernels
+        return other
+
+    def linear_weights(self) -> Iterator[tuple[str, Linear]]:
+        """Every matrix of the verify path, by name."""
+        for index, layer in enumerate(self._layers):
+            qkv = "q_proj+k_proj" if self._shapes[index].k_eq_v else "q_proj+k_proj+v_proj"
+            yield f"layer {index} {qkv}", layer.qkv
+            yield f"layer {index} o_proj", layer.o
+            yield f"layer {index} gate_proj+up_proj", layer.gate_up
+            yield f"layer {index} down_proj", layer.down
+        yield "LM head", self._head
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices in model dtype."""
+        return sum(w.nbytes for _, w in self.linear_weights())
+
+    def new_caches(self) -> CacheSet:
+        """Empty caches."""
+        return new_caches(self.config, self.dtype, self.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Scaled embeddings [n, H] of ids [n]."""
+        return self.kernels.embed(self.embedding, ids, self._embed_scale)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], caches: CacheSet, capture: Capture | None = None) -> Tensor:
+        """Append one range of a prompt; the last row's hidden state [H] after the final norm."""
+        n = len(tokens)
+        if n == 0:
+            raise EngineError("prefill: no tokens; a range of a prompt has at least one")
+        run = Run(
+            kernels=self.kernels,
+            rows=n,
+            linear=self.kernels.linear_any,
+            geglu=lambda bits: self.policy.geglu(1, bits, True),
+            rope="row",
+            tables={kind: table.rows(caches.length, n) for kind, table in self._tables.items()},
+            attend=lambda layer, q, k, v: attend_prefill(caches[layer], q, k, v),
+            capture=capture,
+        )
+        h = self._layers_over(run, self.embed(torch.tensor(list(tokens), device=self.device)))
+        return self.kernels.rmsnorm(h[-1:], self._norm, self.config.rms_norm_eps)[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [r, V] of up to 8 final-normed rows [r, H], after the soft cap."""
+        rows = hidden.shape[0]
+        padded = hidden.new_zeros(MAX_ROWS, hidden.shape[1])
+        padded[:rows] = hidden
+        return self._capped(self._linear(rows)(padded, self._head)[:rows])
+
+    @torch.inference_mode()
+    def step(
+        self, tokens: Sequence[int], caches: CacheSet, mode: StepMode, capture: Capture | None = None
+    ) -> StepOutput:
+        """Append 1 to 8 rows. `classic` takes one row and decode's kernels whatever the stage."""
+        rows, decode = len(tokens), mode == "classic"
+        if not 1 <= rows <= (1 if decode else MAX_ROWS):
+            raise EngineError(f"step: {rows} rows in mode {mode}; classic takes 1, verify 1 to {MAX_ROWS}")
+        policy = self.policy
+        choice = {kind: policy.attention(rows, kind, decode) for kind in self._tables}
+        run = Run(
+            kernels=self.kernels,
+            rows=rows,
+            linear=self._linear(rows),
+            geglu=lambda bits: policy.geglu(rows, bits, decode),
+            rope=policy.rope(rows, decode),
+            tables={kind: table.rows(caches.length, MAX_ROWS) for kind, table in self._tables.items()},
+            attend=lambda layer, q, k, v: attend_step(
+                self.kernels, choice[self._shapes[layer].kind], caches[layer], q, k, v, rows
+            ),
+            capture=capture,
+        )
+        h = self._layers_over(run, self.embed(padded_ids(list(tokens), self.device)))
+        hidden = self.kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
+        logits = self._capped(run.linear(hidden, self._head)[:rows])
+        if capture is not None:
+            capture.record(len(self._layers), FINAL_KIND, "final norm", hidden[:rows])
+            capture.record(len(self._layers), FINAL_KIND, "LM head", logits)
+        return StepOutput(logits, hidden[:rows], self.kernels.argmax(logits))
+
+    @torch.inference_mode()
+    def unpadded_step(self, token: int, caches: CacheSet) -> int:
+        """A classic step with 1-row shapes, for timing only; its bytes may differ from `step`'s."""
+        choice = {kind: self.policy.attention(1, kind, True) for kind in self._tables}
+        run = Run(
+            kernels=self.kernels,
+            rows=1,
+            linear=self.kernels.linear_any,
+            geglu=lambda bits: self.policy.geglu(1, bits, True),
+            rope="row",
+            tables={kind: table.rows(caches.length, 1) for kind, table in self._tables.items()},
+            attend=lambda layer, q, k, v: attend_step(
+                self.kernels, choice[self._shapes[layer].kind], caches[layer], q, k, v, 1
+            ),
+        )
+        h = self._layers_over(run, self.embed(torch.tensor([token], device=self.device)))
+        hidden = self.kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
+        return self.kernels.argmax(self._capped(self.kernels.linear_any(hidden, self._head)))[0]
+
+    def shared_kv(self, caches: CacheSet) -> SharedKV:
+        """What the drafter reads: committed rows only, at most a window of the sliding layer's."""
+        sliding = caches[self.config.last_layer("sliding")].committed()
+        full = caches[self.config.last_layer("full")].committed()
+        return SharedKV((sliding[0], sliding[1]), (full[0], full[1]), caches.length)
+
+    def _layers_over(self, run: Run, h: Tensor) -> Tensor:
+        for index, (shape, weights) in enumerate(zip(self._shapes, self._layers, strict=True)):
+            h = run_layer(run, index, shape, weights, self.config.rms_norm_eps, h)
+        return h
+
+    def _linear(self, rows: int) -> Callable[[Tensor, Linear], Tensor]:
+        """The product for a step of so many rows, as dispatch says."""
+        op = self.kernels.linear_rows if self.policy.linear(rows) == "per_row" else self.kernels.linear
+        return lambda x, w: op(x, w, rows)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else self.kernels.softcap(logits, cap)

@@ -1,0 +1,141 @@
+"""The finding in one line: what a record's title says, good or bad. Pure.
+
+Order of importance: wrong text, a declined pair, an override, failures, a cut run, errors, skips, then speed.
+A title never holds a speed-up unless every output was compared and equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from harness.record.lines import Verdict
+from harness.record.model import ArmFigures, CaseRecord
+from harness.record.table import percent, percent_range, plural
+
+LONGEST_REASON = 110
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A title and whether it is bad news."""
+
+    title: str
+    negative: bool
+
+
+def state_finding(
+    *,
+    subject: str,
+    device: str,
+    date: str,
+    cases: Sequence[CaseRecord],
+    not_run: Sequence[str],
+    complete: bool,
+    tokens_identical: bool | None,
+    known_failures: Collection[str] = (),
+) -> Finding:
+    """The title of a run."""
+    bad = _bad_news(cases, tokens_identical, known_failures)
+    cut = _cut(cases, not_run) if not complete else None
+    speed = _speed(cases, tokens_identical)
+    if bad:
+        text, mark = (f"{bad}, {cut}" if cut else bad), "negative"
+    elif cut:
+        text, mark = cut, None
+    elif speed:
+        text, mark = speed
+    else:
+        text, mark = _without_speed(cases, tokens_identical), None
+    where = ", ".join(part for part in (device, date) if part)
+    title = f"{subject}: {text}{f' ({mark})' if mark else ''}{f' ({where})' if where else ''}"
+    return Finding(" ".join(title.split()), mark == "negative")
+
+
+def short(reason: str) -> str:
+    """A reason for a title: one line, cut at a word."""
+    flat = " ".join(reason.split()).rstrip(".")
+    return flat if len(flat) <= LONGEST_REASON else flat[:LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
+
+
+def _bad_news(
+    cases: Sequence[CaseRecord], tokens_identical: bool | None, known_failures: Collection[str]
+) -> str | None:
+    if tokens_identical is False:
+        return _difference(cases)
+    declined = next((case for case in cases if case.outcome == "declined" and not case.declared), None)
+    if declined is not None:
+        return f"MTP declines, {short(declined.first_divergence_text or declined.decision_reason or declined.reason)}"
+    if any(case.inexact for case in cases):
+        return "MTP engaged inexact, by override"
+    failed = [case for case in cases if case.outcome == "fail" and case.check not in known_failures]
+    if failed:
+        first = failed[0]
+        what = short(first.first_divergence_text or first.reason)
+        verb = "fails" if len(failed) == 1 else "fail"
+        return f"{len(failed)} of {plural(len(cases), 'case')} {verb}, first {first.name}: {what}"
+    return None
+
+
+def _difference(cases: Sequence[CaseRecord]) -> str:
+    for case in cases:
+        for one in case.comparisons:
+            if not (one.identical and one.text_identical):
+                at = "" if one.first_difference is None else f" from token {one.first_difference} on"
+                return f"MTP text differs from classic{at}, prompt {one.prompt}, block size {one.block_size}"
+        failed = next((check for check in case.checks if not check.passed), None)
+        if case.kind == "throughput" and failed is not None:
+            return f"MTP text differs from classic, {failed.name}"
+        for prompt, hashes in case.outputs.items():
+            if len(hashes) > 1:
+                return f"MTP text differs from classic, prompt {prompt}, in the timed runs"
+    return "MTP text differs from classic"
+
+
+def _cut(cases: Sequence[CaseRecord], not_run: Sequence[str]) -> str:
+    total = len(cases) + len(not_run)
+    return f"partial record, {sum(case.finished for case in cases)} of {plural(total, 'case')} finished"
+
+
+def _speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -> tuple[str, str | None] | None:
+    arms = [arm for case in cases if case.finished for arm in case.arms if arm.delta]
+    if not arms or tokens_identical is not True:
+        return None
+    words = [arm_words(arm, named=len(arms) > 1) for arm in arms]
+    found: set[Verdict] = {arm.verdict for arm in arms}
+    mark = "negative" if "slower" in found else "unresolved" if "unresolved" in found else None
+    return f"{'; '.join(words)}, byte-identical", mark
+
+
+def arm_words(arm: ArmFigures, named: bool = False) -> str:
+    """What one arm's verdict says, with its range of deltas."""
+    who = f"MTP ({arm.arm})" if named else "MTP"
+    if arm.verdict == "faster":
+        return f"{who} decodes {percent_range(arm.delta)} faster than classic"
+    if arm.verdict == "slower":
+        losses = sorted(-delta for delta in arm.delta)
+        low, high = (percent(loss).lstrip("+") for loss in (losses[0], losses[-1]))
+        return f"{who} decodes {low if low == high else f'{low} to {high}'} slower than classic"
+    null = percent_range(arm.null)
+    if arm.verdict == "equivalent":
+        return (
+            f"{who} decodes as fast as classic, deltas {percent_range(arm.delta)} within {percent(arm.smallest_effect)}"
+        )
+    return f"{who} against classic is unresolved, deltas {percent_range(arm.delta)}, null {null}"
+
+
+def _without_speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -> str:
+    if not cases:
+        return "nothing ran"
+    errors = [case for case in cases if case.outcome == "error"]
+    if errors:
+        first = errors[0]
+        which = f"{len(errors)} of {plural(len(cases), 'case')} could not be measured"
+        return f"{which}, first {first.name}: {short(first.reason)}"
+    skipped = [case for case in cases if case.outcome == "skipped"]
+    if len(skipped) == len(cases):
+        return f"nothing measured here, {short(skipped[0].reason)}"
+    if tokens_identical is True:
+        return "MTP is byte-identical to classic, speed not measured"
+    ran = len(cases) - len(skipped)
+    return f"{plural(ran, 'case')} ran as declared, text and speed not compared"

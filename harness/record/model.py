@@ -1,0 +1,243 @@
+"""The record as data (`record.json`): every figure a page shows, under fixed names.
+
+Built by `harness.record.build.build_record` from raw lines alone; rendered by `harness.record.render.render`.
+Units live in the names (`_ms`, `_s`, `_bytes`); shares and deltas are parts of one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from harness.record.lines import Divergence, Outcome, Verdict
+
+SCHEMA_VERSION = 1
+SIGNIFICANT_DIGITS = 6  # below what a clock resolves, above what a page shows; equal on every machine
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+Figure = Annotated[float, AfterValidator(_rounded)]
+
+
+class Part(BaseModel):
+    """Base of every part: unknown keys refused, frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AcceptanceFigures(Part):
+    """Drafting counted over whole rounds; the bonus token counts in `acceptance_length`."""
+
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    acceptance_rate: Figure  # accepted / drafted
+    acceptance_length: Figure  # tokens per verify, 1 + accepted / rounds
+    accepted_per_round: Figure  # the same without the bonus: other projects' "mean accepted"
+    accepted_at: tuple[Figure, ...]  # by draft position; denominator: rounds that offered that draft
+
+
+class DrawFigures(Part):
+    """One draw or walk of the probe."""
+
+    draw: str
+    prompt_tokens: int
+    block_size: int
+    positions: int
+    passed: bool
+    differing_bytes: int
+    total_bytes: int
+    first_position: int | None
+    seconds: Figure
+
+
+class ComparisonFigures(Part):
+    """MTP against classic for one prompt and block size."""
+
+    prompt: str
+    form: str
+    prompt_tokens: int
+    block_size: int
+    tokens: int
+    identical: bool
+    text_identical: bool
+    first_difference: int | None
+    classic_sha256: str
+    mtp_sha256: str
+    finish_reason: str
+    distinct_tokens: int
+    acceptance: AcceptanceFigures | None
+
+
+class CheckFigures(Part):
+    """One yes-or-no statement."""
+
+    name: str
+    passed: bool
+    expected: str
+    found: str
+    differing_bytes: int | None
+
+
+class RepeatFigures(Part):
+    """One repeat: classic opens, the arm runs, classic closes. Rates are withheld (null) when tokens differ."""
+
+    repeat: int
+    prompts: tuple[str, ...]
+    identical: bool
+    open_tok_s: Figure | None
+    arm_tok_s: Figure | None
+    close_tok_s: Figure | None
+    delta: Figure | None
+    null: Figure | None
+    acceptance: AcceptanceFigures | None
+    distinct_tokens: int
+
+
+class ArmFigures(Part):
+    """One arm over all repeats. No figure here compares speed when `identical` is false."""
+
+    arm: str
+    block_size: int
+    identical: bool
+    tokens: int  # generated in one timed run, largest over runs
+    n: int  # paired deltas
+    speedup: Figure | None  # arm's decode rate over that of its brackets, tokens and seconds pooled
+    speedup_geomean: Figure | None  # geometric mean of the paired ratios
+    delta: tuple[Figure, ...]
+    null: tuple[Figure, ...]
+    null_range: tuple[Figure, Figure] | None
+    interval: tuple[Figure, Figure] | None
+    smallest_effect: Figure
+    verdict: Verdict
+    verdict_reason: str
+    acceptance: AcceptanceFigures | None
+    distinct_tokens: int  # smallest over the timed runs
+    ttft_ms: Figure | None  # median
+    verify_ms: Figure | None  # in the timed runs: per round, accept and rollback included
+    draft_step_ms: Figure | None  # in the timed runs: per drafted token
+    classic_step_ms: Figure | None  # in the brackets: per token
+    round_ms: Figure | None  # in the timed runs: per round, everything included
+    repeats: tuple[RepeatFigures, ...]
+
+
+class StepTime(Part):
+    """Times of one kind of step, milliseconds."""
+
+    median_ms: Figure
+    min_ms: Figure
+    max_ms: Figure
+    n: int
+    rows: int
+    context_tokens: int
+
+
+class StepFigures(Part):
+    """What single steps cost, and what that predicts for the arm of the same block size."""
+
+    context_tokens: int
+    block_size: int
+    times: dict[str, StepTime]  # by step: classic, classic_unpadded, verify, draft
+    classic_step_ms: Figure | None
+    unpadded_step_ms: Figure | None
+    verify_ms: Figure | None
+    draft_step_ms: Figure | None
+    predicted_speedup: Figure | None
+    predicted_speedup_unpadded: Figure | None  # against the unpadded classic step
+    measured_speedup: Figure | None
+    break_even_acceptance: Figure | None  # acceptance rate at which both arms take the same time
+
+
+class CaseRecord(Part):
+    """One case: how it ended, and the figures of its kind."""
+
+    id: str
+    name: str
+    check: str
+    kind: str
+    cell: dict[str, str]
+    flag_cell: str
+    outcome: Outcome
+    reason: str
+    declared: bool  # a `declined` outcome is what the spec asks for
+    verdict: Verdict | None
+    finished: bool
+    child: str | None
+    seconds: Figure
+    log: str | None
+    engaged: bool | None = None
+    inexact: bool | None = None
+    decision_reason: str | None = None
+    log_lines: tuple[str, ...] = ()
+    classic_sha256: str | None = None
+    first_divergence: Divergence | None = None
+    first_divergence_text: str | None = None
+    differing_bytes: int | None = None
+    draws: tuple[DrawFigures, ...] = ()
+    comparisons: tuple[ComparisonFigures, ...] = ()
+    checks: tuple[CheckFigures, ...] = ()
+    arms: tuple[ArmFigures, ...] = ()
+    steps: tuple[StepFigures, ...] = ()
+    outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
+    bracketed: bool = True
+
+
+class ChildRecord(Part):
+    """One child process: the flags asked for and the flags it read."""
+
+    child: str
+    device: str
+    threads: int
+    ready_s: Figure
+    env_requested: dict[str, str | None]
+    flags_effective: dict[str, str]
+    versions: dict[str, str]
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    peak_memory_bytes: int | None
+
+
+class Record(Part):
+    """One run of one spec."""
+
+    schema_version: int = SCHEMA_VERSION
+    title: str  # states the finding
+    subject: str
+    spec: str
+    spec_name: str
+    spec_sha256: str
+    command: str
+    device: str
+    date: str
+    started_utc: str
+    ended_utc: str | None
+    resumed: int  # times the run was taken up again
+    complete: bool
+    exit_code: int | None
+    outcome: Outcome
+    verdict: Verdict | None
+    negative: bool
+    inexact: bool
+    tokens_identical: bool | None  # None: no case compared tokens
+    counts: dict[str, int]
+    cases: tuple[CaseRecord, ...]
+    not_run: tuple[str, ...]
+    children: tuple[ChildRecord, ...]
+    contradictions: tuple[str, ...]  # outcomes that the raw lines do not bear out
+    host: dict[str, str]
+    sources: dict[str, str] = Field(default_factory=dict)  # sha256 of runs.jsonl, env.json, spec.yaml
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Every prompt that some case generated from, in order of appearance."""
+        names = [c.prompt for case in self.cases for c in case.comparisons]
+        names += [p for case in self.cases for arm in case.arms for r in arm.repeats for p in r.prompts]
+        return tuple(dict.fromkeys(names))
+
+    def of_kind(self, kind: str) -> tuple[CaseRecord, ...]:
+        """Cases of one check kind, in planned order."""
+        return tuple(case for case in self.cases if case.kind == kind)

@@ -1,0 +1,218 @@
+"""`harness run`: walk a spec's cases, file raw lines as they arise, and leave a record, whatever happens.
+
+Cases run grouped by child, so that one pair is loaded at a time; the record lists them in the plan's order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from harness import gate, provenance
+from harness.context import RunContext
+from harness.errors import UsageError
+from harness.estimate import Estimate, child_environments, estimate
+from harness.events import RunEvent
+from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, stray_flags
+from harness.record.lines import CaseLine, EndLine, StartLine
+from harness.record.store import DEFAULT_OUT, RecordStore, read_lines
+from harness.resume import Resumed, records_of
+from harness.spec.load import LoadedSpec
+from harness.spec.plan import Case, plan
+from harness.spec.resolve import missing_checkpoints, models_root
+
+INTERRUPTED, TERMINATED = 130, 143
+OnEvent = Callable[[RunEvent], None]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line chose. `only` holds exact case ids; empty means all."""
+
+    only: tuple[str, ...] = ()
+    device: str | None = None
+    out: Path = DEFAULT_OUT
+    resume: Path | None = None  # a record's page, data folder or runs.jsonl
+    require: tuple[str, ...] = ()
+    threads: int | None = None
+    command: str | None = None  # as the record shows it; default: this process's own
+    job_timeout_s: float = JOB_TIMEOUT_S
+    lock_dir: Path | None = None
+    worker: tuple[str, ...] = WORKER_COMMAND
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended: its cases in the plan's order, the exit code, and the record's page."""
+
+    cases: tuple[CaseLine, ...]
+    exit_code: int
+    page: Path
+    interrupted: bool = False
+    failed: tuple[str, ...] = ()  # ids that make the exit code 1
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived: end children and record as Ctrl-C does."""
+
+
+def exit_code(cases: Sequence[Case], lines: Sequence[CaseLine]) -> tuple[int, tuple[str, ...]]:
+    """0, 1 or 3 by the worst outcome, and the ids that failed; 1 beats 3.
+
+    A decline that the spec declared is no failure, a known failure (`xfail`) is none, and its unexpected pass is one.
+    """
+    plans = {case.id: case for case in cases}
+    failed: list[str] = []
+    errors = False
+    for line in lines:
+        case = plans.get(line.case)
+        declared = case is not None and case.declared_decline
+        bad = line.outcome == "fail" or (line.outcome == "declined" and not declared)
+        if case is not None and case.xfail is not None:
+            bad = not bad and line.outcome in ("pass", "declined", "unresolved")
+        if bad:
+            failed.append(line.case)
+        errors = errors or line.outcome == "error"
+    return (1 if failed else 3 if errors else 0), tuple(failed)
+
+
+def device_of(loaded: LoadedSpec, options: RunOptions) -> str:
+    """Where the spec runs: as asked, else CUDA when the spec requires it, else the CPU."""
+    return options.device or ("cuda" if loaded.spec.requires.cuda else "cpu")
+
+
+def chosen_cases(loaded: LoadedSpec, options: RunOptions) -> tuple[Case, ...]:
+    """The cases that `only` leaves, in the plan's order."""
+    cases = plan(loaded)
+    unknown = [name for name in options.only if name not in {case.id for case in cases}]
+    if unknown:
+        raise UsageError(f"no case {unknown[0]} in {loaded.id_path}")
+    return tuple(case for case in cases if not options.only or case.id in options.only)
+
+
+def dry_run(loaded: LoadedSpec, options: RunOptions) -> Estimate:
+    """Children and seconds of a run that is not started; times of the spec's latest record where there is one."""
+    missing = missing_checkpoints(loaded.spec.pair, loaded.folder, models_root())
+    if missing:
+        reason = f"every case would be skipped: {'; '.join(missing)}"
+        return Estimate(0, 0.0, reason, {case.id: 0.0 for case in chosen_cases(loaded, options)})
+    for data in records_of(loaded, options.out):
+        lines = read_lines(data / "runs.jsonl").lines
+        measured = [line for line in lines if isinstance(line, CaseLine)]
+        if measured:
+            return estimate(chosen_cases(loaded, options), measured, data.name)
+    return estimate(chosen_cases(loaded, options))
+
+
+def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None = None) -> RunOutcome:
+    """Run a spec into a new record, or finish one. Raises HarnessError only before the first case starts."""
+    if stray := stray_flags():
+        names = ", ".join(f"{name}={value}" for name, value in stray.items())
+        raise UsageError(f"{names} is set in the shell and would not reach a child: unset it or put it in the spec")
+    device = device_of(loaded, options)
+    wanted = {case.id for case in chosen_cases(loaded, options)}
+    with _signals(), gate.measuring_lock(device, options.lock_dir):
+        if options.resume is not None:
+            resumed = Resumed.open(options.resume, loaded)
+            store, done = resumed.store, resumed.done
+            cases = tuple(case for case in plan(loaded) if case.id in resumed.planned)
+        else:
+            date = provenance.utc_now()[:10]
+            store, done = RecordStore.create(options.out, loaded.spec.name, device, date, loaded.text), {}
+            resumed, cases = None, chosen_cases(loaded, options)
+        context = RunContext(
+            log_dir=store.logs,
+            device=device,
+            require=options.require,
+            emit=store.append,
+            on_event=on_event,
+            earlier=tuple(store.lines),
+            command=options.worker,
+            job_timeout_s=options.job_timeout_s,
+            locked=(device,),
+            threads=options.threads,
+        )
+        try:
+            with context:
+                command = options.command or provenance.command_line()
+                gpu = context.gpu() if device.startswith("cuda") else None
+                env = provenance.environment(loaded, cases, device=device, command=command, gpu=gpu)
+                if resumed is not None:
+                    resumed.check(env)
+                if resumed is None or not resumed.env:
+                    store.write_env(env)
+                store.append(_start_line(loaded, cases, command, resumed is not None))
+                todo = [case for case in cases if case.id not in done and case.id in wanted]
+                _run_cases(todo, context, on_event or (lambda event: None))
+        except KeyboardInterrupt as stop:
+            code = TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
+            return _finish(store, cases, code)
+        return _finish(store, cases, None)
+
+
+def _start_line(loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed: bool) -> StartLine:
+    return StartLine(
+        spec=loaded.id_path,
+        spec_sha256=loaded.sha256,
+        started_utc=provenance.utc_now(),
+        command=command,
+        resumed=resumed,
+        cases=tuple(case.id for case in cases),
+    )
+
+
+def _run_cases(cases: Sequence[Case], context: RunContext, notify: OnEvent) -> None:
+    """Run cases, each child closed when no later case needs it."""
+    ordered = grouped(cases, context)
+    for number, case in enumerate(ordered):
+        context.release(key for later in ordered[number:] for key in _keys(later, context))
+        notify(RunEvent("case_start", case.claim, case.id, number, len(ordered)))
+        line = context.run(case)
+        notify(RunEvent("case_end", line.reason, case.id, number + 1, len(ordered), line))
+
+
+def _finish(store: RecordStore, cases: Sequence[Case], interrupted: int | None) -> RunOutcome:
+    """The end line and the page; `interrupted` is the exit code of a run that was stopped."""
+    last = {line.case: line for line in store.lines if isinstance(line, CaseLine)}
+    ended = tuple(last[case.id] for case in cases if case.id in last)
+    code, failed = exit_code(cases, ended)
+    if interrupted is not None:
+        code = interrupted
+    store.append(EndLine(ended_utc=provenance.utc_now(), exit_code=code, interrupted=interrupted is not None))
+    return RunOutcome(ended, code, store.finish(), interrupted is not None, failed)
+
+
+def _keys(case: Case, context: RunContext) -> list[Any]:
+    """The children that a case needs."""
+    return [context.child_key(case, env) for env in child_environments(case)]
+
+
+def grouped(cases: Sequence[Case], context: RunContext) -> list[Case]:
+    """Cases in the order of their children's first appearance, so that each child is started once."""
+    first: dict[Any, int] = {}
+    for case in cases:
+        first.setdefault(context.child_key(case, case.env), len(first))
+    return sorted(cases, key=lambda case: first[context.child_key(case, case.env)])
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """While a run lasts, SIGTERM ends it the way Ctrl-C does; elsewhere than in the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

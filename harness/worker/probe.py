@@ -1,0 +1,23 @@
+"""The exactness probe at one stage, for one or more block sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.worker.bench import Bench, Output, send_probe
+from harness.worker.row_identity import differing_ops
+
+
+def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
+    """Args: stage, block_sizes, draws, walk, ops. Sends a line per draw and one decision per block size.
+
+    With `ops`, returns which ops differ from their one-row calls on their own, at the first block size.
+    """
+    sizes = args["block_sizes"]
+    for done, block_size in enumerate(sizes):
+        out.progress(done, len(sizes), f"block size {block_size}")
+        decision, result = bench.decide(args["stage"], block_size, args["draws"], args["walk"], afresh=True)
+        send_probe(out, decision, result)
+    if not args.get("ops"):
+        return {}
+    return {"differing_ops": differing_ops(bench.at(args["stage"]).target, sizes[0])}

@@ -1,0 +1,91 @@
+"""Kernels of the verify path: for each op, row r of an M-row call has the bytes of the one-row call.
+
+`kernels_for("reference")` gives the callables of a backend as one bundle, which the engine passes
+around as an object, so that a test can replace a single op without touching globals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_ROWS = 8
+"""Rows of every call in the verify path; fewer real rows are padded, so that no shape depends on their number."""
+
+BACKENDS = ("reference",)
+"""Known backends."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix as the checkpoint loader gives it, [N, K] in model dtype, dequantized once; bits of the stored form."""
+
+    data: Tensor
+    bits: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix made ready for one backend: `route` names how its products are computed, `operand` belongs to it."""
+
+    out_features: int
+    in_features: int
+    bits: int
+    dtype: Any
+    route: str
+    operand: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix in model dtype."""
+        return self.out_features * self.in_features * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The ops of one backend. x stands for 8 padded rows, of which the first `rows` are real.
+
+    prepare(weight) -> Linear                        made ready once, at load
+    linear(x [8, K], w, rows) -> [8, N]              one product for all rows
+    linear_rows(x [8, K], w, rows) -> [8, N]         a launch per row; the same bytes as `linear`
+    linear_any(x [n, K], w) -> [n, N]                any number of rows: prefill, drafter, unpadded step
+    rmsnorm(x [..., D], weight fp32 | None, eps)     fp32 inside, one rounding
+    rope_row(x [8, h, D], cos, sin [8, 1, D])        decode's kernel: fp32 inside, one rounding
+    rope_general(x [8, h, D], cos, sin [8, 1, D])    cos and sin, the products and the sum rounded
+    geglu_fused(gate, up [8, I])                     fp32 inside, one rounding
+    geglu_ops(gate, up [8, I])                       a rounding per op
+    sdpa_rows(q [M, H, D], k, v [Hkv, K, D], spans)  decode's maskless kernel for each row over keys [start, end)
+    sdpa_unfused(q [H, M, D], k, v, mask | None)     matmul, softmax, matmul, each rounded to model dtype
+    softcap(logits [M, V], cap)                      a rounding per op
+    argmax(logits [M, V]) -> list of M ids           ties go to the lowest id
+    embed(table [V, H], ids, scale) -> [n, H]        rows times the rounded scale, rounded
+    """
+
+    backend: str
+    prepare: Callable[[Weight], Linear]
+    linear: Callable[[Tensor, Linear, int], Tensor]
+    linear_rows: Callable[[Tensor, Linear, int], Tensor]
+    linear_any: Callable[[Tensor, Linear], Tensor]
+    rmsnorm: Callable[[Tensor, Tensor | None, float], Tensor]
+    rope_row: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rope_general: Callable[[Tensor, Tensor, Tensor], Tensor]
+    geglu_fused: Callable[[Tensor, Tensor], Tensor]
+    geglu_ops: Callable[[Tensor, Tensor], Tensor]
+    sdpa_rows: Callable[[Tensor, Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
+    sdpa_unfused: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    softcap: Callable[[Tensor, float], Tensor]
+    argmax: Callable[[Tensor], list[int]]
+    embed: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def kernels_for(backend: str) -> Kernels:
+    """The ops of a backend; ValueError names the known ones."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
+    from kernels import reference
+
+    return reference.KERNELS
