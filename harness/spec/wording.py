@@ -94,7 +94,7 @@ def _sentence(kind: str, found: Any, context: dict[str, Any], name: str, message
     bounds |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
     if kind in bounds:
         key, words_ = bounds[kind]
-        return f"must be {words_} {context.get(key)}, found {shown}"
+        return f"must be {words_} {context.get(key):g}, found {shown}"
     return f"{message[:1].lower()}{message[1:]}, found {shown}"
 
 

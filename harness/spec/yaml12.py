@@ -18,6 +18,7 @@ from harness.errors import Problem, SpecError
 
 Loc = tuple[str | int, ...]
 _MAX_BYTES = 1 << 20
+_MAX_DEPTH = 20  # a spec needs 6; the parser's time grows with the square of the depth
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _NULL = re.compile(r"~|null|Null|NULL|")
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
@@ -104,8 +105,13 @@ def _read_text(path: Path, shown: str) -> str:
 def _compose(text: str, shown: str) -> yaml.Node:
     problems: list[Problem] = []
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=_Loader):
             problems.extend(_refused(event, shown))
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                mark: Any = event.start_mark
+                raise SpecError([*problems, Problem(shown, mark.line + 1, mark.column + 1, "nested too deeply")])
         if problems:
             raise SpecError(problems)
         root = yaml.compose(text, Loader=_Loader)
@@ -119,8 +125,6 @@ def _compose(text: str, shown: str) -> yaml.Node:
         col = position - (text.rfind("\n", 0, position) + 1) + 1
         code = error.character if isinstance(error.character, int) else ord(error.character[:1] or "\0")
         raise SpecError([Problem(shown, line, col, f"control character U+{code:04X} is not allowed")]) from None
-    except RecursionError:
-        raise SpecError([Problem(shown, 1, 1, "nested too deeply")]) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and _scalar(root) is None):
         raise SpecError([Problem(shown, 1, 1, "the file is empty; `harness new NAME` writes one to start from")])
     if not isinstance(root, yaml.MappingNode):
