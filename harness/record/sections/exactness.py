@@ -7,6 +7,8 @@ from harness.record.sections.common import acceptance_at, hash10, outcome_words
 from harness.record.table import cell, code, count, plural, seconds, share, table
 
 STAGES = ("base", "attention", "attention_mlp", "rowwise")
+OPS_STATEMENT = "ops that differ on their own"
+"""Name of the raw line in which an attribution case says which ops differ when each is run alone."""
 
 
 def probe(record: Record, stem: str) -> str:
@@ -51,11 +53,23 @@ def attribution(record: Record, stem: str) -> str:
         "The probe in every dispatch stage, in one child process per flag cell. A divergence outside the stages that "
         "must pass is the picture asked for, so it reads *declined as declared*.",
         _glance(cases),
+        _ORDER_NOTE if any(map(_alone, cases)) else "",
         _every_cell(cases),
         _classic_bytes(cases),
         _idle_axes(cases),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+_ORDER_NOTE = (
+    "The first divergence is first in execution order: where RoPE differs it is named, whatever else differs behind "
+    "it. *Alone* runs each op by itself, at the block's rows against one-row calls, which tells the stages apart."
+)
+
+
+def _alone(case: CaseRecord) -> str | None:
+    """The ops that differ when each is run alone, in words; None where the run did not compare them."""
+    return next((check.found for check in case.checks if check.name == OPS_STATEMENT), None)
 
 
 def _stages(cases: tuple[CaseRecord, ...]) -> list[str]:
@@ -78,9 +92,9 @@ def _place(case: CaseRecord | None) -> str:
         return "not run"
     if case.first_divergence is None:
         return cell(outcome_words(case))
-    found = case.first_divergence
+    found, alone = case.first_divergence, _alone(case)
     where = found.op if found.layer_kind == "final" else f"layer {found.layer} {found.layer_kind}, {found.op}"
-    return cell(where)
+    return cell(where if alone is None else f"{where} (alone: {alone})")
 
 
 def _every_cell(cases: tuple[CaseRecord, ...]) -> str:
@@ -93,9 +107,13 @@ def _every_cell(cases: tuple[CaseRecord, ...]) -> str:
                 cell(outcome_words(case)),
                 "0" if case.differing_bytes is None and case.outcome == "pass" else count(case.differing_bytes),
                 cell(case.first_divergence_text or ("none" if case.outcome == "pass" else case.reason)),
+                cell(_alone(case) or "not compared"),
             ]
         )
-    return table(["Stage", "Flags", "Outcome", ">Bytes differing in the first differing row", "First divergence"], rows)
+    columns = ["Stage", "Flags", "Outcome", ">Bytes differing in the first differing row", "First divergence", "Alone"]
+    if not any(map(_alone, cases)):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return table(columns, rows)
 
 
 def _classic_bytes(cases: tuple[CaseRecord, ...]) -> str:
@@ -179,7 +197,10 @@ def other_checks(record: Record, stem: str) -> str:
         ]
         for case in cases
         for check in case.checks
+        if not (check.name == OPS_STATEMENT and check.passed)  # stands in the attribution table
     ]
+    if not rows:
+        return ""
     parts = ["## Other checks", table(["Case", "Statement", "Expected", "Found", "Holds"], rows)]
     parts += [f"{cell(case.name)}: {code(line)}" for case in cases if case.kind == "decline" for line in case.log_lines]
     return "\n\n".join(parts)
