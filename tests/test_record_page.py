@@ -14,6 +14,7 @@ from support_record import record_of
 
 from harness.errors import RecordError
 from harness.record import table as words
+from harness.record.lines import AnyLine, CaseLine, CheckLine
 from harness.record.page import compose, differences, front_matter, spans, splice
 from harness.record.render import front, render, renew
 from harness.record.sections import Block, blocks
@@ -322,3 +323,21 @@ def test_renewing_an_untouched_page_changes_nothing() -> None:
         record = record_of(support.run_lines(scenario))
         page = render(record, STEM)
         assert renew(page, record, STEM) == page
+
+
+def test_attribution_names_the_ops_that_differ_alone() -> None:
+    """Where RoPE differs it hides what differs behind it; without this column three stages read the same."""
+    lines: list[AnyLine] = []
+    for line in support.run_lines():
+        if isinstance(line, CaseLine) and "stage:base+" in line.case:
+            found = "rope, geglu, attention"
+            lines.append(
+                CheckLine(case=line.case, name="ops that differ on their own", passed=True, expected="any", found=found)
+            )
+        lines.append(line)
+    page = render(record_of(lines), "stem")
+    assert "(alone: rope, geglu, attention)" in page
+    attribution, _, rest = page.partition("## Attribution")[2].partition("## Parity")
+    assert "| Alone |" in attribution
+    assert "ops that differ on their own" not in rest
+    assert "Alone" not in render(record_of(support.run_lines()), "stem")
