@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SPEC ?= specs/gemma4_nano.yaml
+# One thread per process: two on two cores wait for each other. A file stays on one worker: its fixtures and children serve all of it.
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check schema record lint types contracts clean
@@ -23,10 +25,10 @@ demo: $(VENV)/.core ## run specs/gemma4_nano.yaml and write its record under doc
 	$(BIN)/harness run $(SPEC)
 
 test: $(VENV)/.dev ## the tests and the nano spec, without what is marked slow (minutes)
-	$(BIN)/pytest -m "not slow"
+	$(TEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.dev ## everything, also what is marked slow
-	$(BIN)/pytest
+	$(TEST)
 
 check: lint types contracts ## lint, types, import contracts, schema drift, record drift
 	$(BIN)/harness check specs/*.yaml

@@ -28,8 +28,7 @@ def attend_step(
     kv = cache.rows(first, position + rows)
     spans = [(cache.first_visible(p) - first, p + 1 - first) for p in range(position, position + rows)]
     if kernel == "row":
-        keys, values = kv.float().unbind()  # exact, and once for all rows
-        return kernels.sdpa_rows(q, keys, values, spans)
+        return kernels.sdpa_rows(q, kv[0], kv[1], spans, first)
     keys, values = kv.unbind()
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if kernel == "unfused_row":

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.quantize import dequantize
-from kernels import Weight
+from engine.quantize import GROUP_SIZE, dequantize
+from kernels import Stored, Weight
 
 INDEX_NAME = "model.safetensors.index.json"
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
@@ -92,8 +92,11 @@ class Checkpoint:
         if spec is None:
             return Weight(data.to(device=device, dtype=dtype), data.element_size() * 8)
         bits, group = spec
-        scales, biases = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
-        return Weight(dequantize(data, scales, biases, bits, group, dtype).to(device), bits)
+        words, scales, biases = (
+            x.to(device) for x in (data, *map(self.tensor, (f"{module}.scales", f"{module}.biases")))
+        )
+        stored = Stored(words, scales, biases) if group == GROUP_SIZE else None
+        return Weight(dequantize(words, scales, biases, bits, group, dtype), bits, stored)
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor as it is."""

@@ -7,7 +7,7 @@ the target's width, and gives logits over its own tied table and the vector for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from engine.target import SharedKV, Target
 from engine.weights import drafter_tensors, layer_weights
 from kernels import Kernels, Linear, kernels_for
 
-SharedPairs = Mapping[Kind, tuple[Tensor, Tensor]]
+SharedPairs = dict[Kind, tuple[Tensor, Tensor, int]]
 
 
 class Drafter:
@@ -106,7 +106,7 @@ class Drafter:
         The rotary position is `shared.length + position_offset` in every step of the round: -1 is the last
         committed position, 0 the token's own.
         """
-        pairs = _widened(shared)
+        pairs = _pairs(shared, self.kernels.backend)
         vector, proposals = hidden.view(1, -1), []
         for step in range(count):
             y = self._forward(token, vector, pairs, shared.length + position_offset)
@@ -119,7 +119,7 @@ class Drafter:
     @torch.inference_mode()
     def draft_step(self, token: int, vector: Tensor, shared: SharedKV, position: int) -> tuple[Tensor, Tensor]:
         """One step at a rotary position: (logits [V], vector [B] for the next step)."""
-        y = self._forward(token, vector.view(1, -1), _widened(shared), position)
+        y = self._forward(token, vector.view(1, -1), _pairs(shared, self.kernels.backend), position)
         return self.kernels.linear_any(y, self._head)[0], self.kernels.linear_any(y, self._post)[0]
 
     def _forward(self, token: int, vector: Tensor, pairs: SharedPairs, position: int) -> Tensor:
@@ -131,8 +131,8 @@ class Drafter:
         kernels = self.kernels
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = pairs[self._shapes[layer].kind]
-            return kernels.sdpa_rows(q, keys, values, [(0, keys.shape[1])])
+            keys, values, first = pairs[self._shapes[layer].kind]
+            return kernels.sdpa_rows(q, keys, values, [(0, keys.shape[1])], first)
 
         run = Run(
             kernels=kernels,
@@ -149,12 +149,17 @@ class Drafter:
         return kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
 
 
-def _widened(shared: SharedKV) -> SharedPairs:
-    """The shared K/V in fp32, once per round: exact, and what attention computes in anyway."""
-    return {
-        "sliding": (shared.sliding[0].float(), shared.sliding[1].float()),
-        "full": (shared.full[0].float(), shared.full[1].float()),
-    }
+def _pairs(shared: SharedKV, backend: str) -> SharedPairs:
+    """The shared K and V with the position of their first key.
+
+    The reference backend computes in fp32: widening is exact, and cheaper once per round than in every layer.
+    """
+    found: SharedPairs = {}
+    kinds: tuple[tuple[Kind, tuple[Tensor, Tensor]], ...] = (("sliding", shared.sliding), ("full", shared.full))
+    for kind, (k, v) in kinds:
+        first = shared.length - k.shape[1]
+        found[kind] = (k.float(), v.float(), first) if backend == "reference" else (k, v, first)
+    return found
 
 
 def _query_only(shape: LayerShape) -> LayerShape:

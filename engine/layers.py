@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.capture import Capture
 from engine.config import Kind, LayerShape, RopeParameters, TextConfig
-from kernels import MAX_ROWS, Kernels, Linear, Weight
+from engine.quantize import pack, unpack
+from kernels import MAX_ROWS, Kernels, Linear, Stored, Weight
 
 TABLE_STEP = 256
 
@@ -148,8 +149,22 @@ def _mlp(run: Run, w: LayerWeights, x: Tensor) -> Tensor:
 
 
 def fuse(*weights: Weight) -> Weight:
-    """Matrices over the same input as one [N1 + N2 + ..., K]; bits of the widest."""
-    return Weight(torch.cat([w.data for w in weights]), max(w.bits for w in weights))
+    """Matrices over the same input as one [N1 + N2 + ..., K]; bits of the widest, whose codes hold the others' too."""
+    bits = max(w.bits for w in weights)
+    data = torch.cat([w.data for w in weights])
+    parts = [widen(w.stored, w.bits, bits) for w in weights if w.stored is not None]
+    if len(parts) < len(weights):
+        return Weight(data, bits)
+    words, scales, biases = (torch.cat(same) for same in zip(*parts, strict=True))
+    return Weight(data, bits, Stored(words.view(torch.uint32), scales, biases))
+
+
+def widen(stored: Stored, bits: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same codes in words of more bits, as int32, with their scales and biases."""
+    words = stored.words.view(torch.int32)
+    if bits != wanted:
+        words = pack(unpack(words, bits), wanted).view(torch.int32)
+    return words, stored.scales, stored.biases
 
 
 def padded_ids(tokens: list[int], device: str) -> Tensor:

@@ -16,8 +16,17 @@ if TYPE_CHECKING:
 MAX_ROWS = 8
 """Rows of every call in the verify path; fewer real rows are padded, so that no shape depends on their number."""
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
 """Known backends."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix as an MLX checkpoint stores it: words uint32 [N, K * bits / 32], scales and biases [N, K / 64]."""
+
+    words: Tensor
+    scales: Tensor
+    biases: Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class Weight:
 
     data: Tensor
     bits: int
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,8 @@ class Kernels:
     rope_general(x [8, h, D], cos, sin [8, 1, D])    cos and sin, the products and the sum rounded
     geglu_fused(gate, up [8, I])                     fp32 inside, one rounding
     geglu_ops(gate, up [8, I])                       a rounding per op
-    sdpa_rows(q [M, H, D], k, v [Hkv, K, D], spans)  decode's maskless kernel for each row over keys [start, end)
+    sdpa_rows(q [M, H, D], k, v [Hkv, K, D], spans, first)  decode's maskless kernel for each row over keys
+                                                     [start, end); `first` is the position of the first key
     sdpa_unfused(q [H, M, D], k, v, mask | None)     matmul, softmax, matmul, each rounded to model dtype
     softcap(logits [M, V], cap)                      a rounding per op
     argmax(logits [M, V]) -> list of M ids           ties go to the lowest id
@@ -75,7 +86,7 @@ class Kernels:
     rope_general: Callable[[Tensor, Tensor, Tensor], Tensor]
     geglu_fused: Callable[[Tensor, Tensor], Tensor]
     geglu_ops: Callable[[Tensor, Tensor], Tensor]
-    sdpa_rows: Callable[[Tensor, Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
+    sdpa_rows: Callable[[Tensor, Tensor, Tensor, Sequence[tuple[int, int]], int], Tensor]
     sdpa_unfused: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     softcap: Callable[[Tensor, float], Tensor]
     argmax: Callable[[Tensor], list[int]]
@@ -83,9 +94,15 @@ class Kernels:
 
 
 def kernels_for(backend: str) -> Kernels:
-    """The ops of a backend; ValueError names the known ones."""
+    """The ops of a backend; ValueError names the known ones, or says that triton is not installed."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
+    if backend == "triton":
+        try:
+            from kernels import triton_backend
+        except ImportError as error:
+            raise ValueError(f"backend triton: {error}; install triton, or use backend reference") from error
+        return triton_backend.KERNELS
     from kernels import reference
 
     return reference.KERNELS

@@ -1,14 +1,30 @@
-"""What every test gets: no flags from the shell, and uninitialised float memory that cannot pass for a result."""
+"""What every test gets: no flags from the shell, and uninitialised float memory that cannot pass for a result.
+
+Without a GPU, Triton kernels run in the interpreter.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+if not Path("/dev/nvidiactl").exists():  # triton reads this once, when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FLAG_PREFIXES = ("MLXCEL_", "MLX_", "HARNESS_")
+
+
+def pytest_collection_finish() -> None:
+    """Where a collected test has imported triton, its interpreter gets quicker; others must not pay for the import."""
+    if INTERPRETED and "triton" in sys.modules:
+        from support_interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ def spans_fault(change):
     """The tiny target with one-row attention over changed key spans, in verify only."""
     sound = faults.target().kernels.sdpa_rows
 
-    def sdpa_rows(q, k, v, spans):
+    def sdpa_rows(q, k, v, spans, first=0):
         return sound(q, k, v, [change(start, end, k.shape[1]) for start, end in spans])
 
     return faults.VerifyBy(faults.with_kernels(sdpa_rows=sdpa_rows))

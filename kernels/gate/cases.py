@@ -1,0 +1,219 @@
+"""What the gate compiles: every public op of the verify path at the shapes of Gemma 4 12B, 31B and the 12B's drafter.
+
+Tensors are uninitialised CPU memory: wrappers check them, Triton specializes on them, nobody touches their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import argmax, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels.gate.entry import Entry, Expect, product
+from kernels.jit import GROUP, SLOTS
+from kernels.launch import TABLE, LaunchShape, launch_shape
+from kernels.repack import PackedWeight
+
+WINDOW, RING, MAX_KEYS = 1024, 1031, 8192
+VOCABULARY = 262144
+EPS = 1e-6
+SPLIT = 4
+UNTUNED = Expect(mma="HMMA", rows=SLOTS)
+SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
+FULL_ATTENTION = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one kind of layer: query heads, KV heads, head_dim, window, whether v is k."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None
+    k_eq_v: bool = False
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One model: hidden size, MLP width, bits of the attention's and of the MLP's matrices, kinds of layer."""
+
+    name: str
+    hidden: int
+    inner: int
+    bits: int
+    mlp_bits: int
+    layers: tuple[Attention, ...]
+
+
+GEOMETRIES = (
+    Geometry(
+        "12b", 3840, 15360, 4, 8, (Attention("sliding", 16, 8, 256, WINDOW), Attention("full", 16, 1, 512, None, True))
+    ),
+    Geometry(
+        "31b", 5376, 21504, 4, 4, (Attention("sliding", 32, 16, 256, WINDOW), Attention("full", 32, 4, 512, None, True))
+    ),
+    Geometry(
+        "drafter", 1024, 8192, 4, 4, (Attention("sliding", 16, 0, 256, WINDOW), Attention("full", 16, 0, 512, None))
+    ),
+)
+
+
+def floats(*shape: int) -> Tensor:
+    """fp32 of a shape."""
+    return torch.empty(*shape, dtype=torch.float32)
+
+
+def halves(*shape: int) -> Tensor:
+    """bf16 of a shape."""
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def position() -> Tensor:
+    """Where row 0 stands, int32 [1]."""
+    return torch.empty(1, dtype=torch.int32)
+
+
+def gate_entries() -> list[Entry]:
+    """All entries; a kernel that only one shape needs appears with that shape."""
+    return [*_products(), *_row_ops(), *_plain_ops(), *_attention()]
+
+
+def _products() -> Iterator[Entry]:
+    """qmv at every shape of the launch table and at the default's; one launch for all rows and one for each."""
+    for (width, features, bits), shape in TABLE.items():
+        call = partial(_multiply, width, features, bits, shape)
+        yield Entry(f"qmv {width}x{features} {bits} bits", call, {"_qmv": product(bits)})
+    for width, features, bits in ((256, 512, 4), (4096, 4096, 4), (256, 512, 8), (3840, 15360, 16)):
+        shape = launch_shape(width, features, bits)
+        call = partial(_multiply, width, features, bits, shape)
+        yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv": UNTUNED})
+
+
+def _multiply(width: int, features: int, bits: int, shape: LaunchShape, m: int) -> None:
+    x = rows.new_rows(width, bits, torch.device("cpu"))
+    tiles, groups = -(-features // shape.tile), width // GROUP
+    if bits == 16:
+        codes = halves(tiles, groups, shape.tile, GROUP)
+    else:
+        codes = torch.empty(tiles, groups, shape.tile, GROUP * bits // 8, dtype=torch.uint8)
+    scales = torch.empty((tiles, groups, shape.tile) if bits < 16 else (0,), dtype=torch.int32)
+    weight = PackedWeight(codes, scales, features, width, bits, shape)
+    qmv.qmv(x, weight, m)
+    qmv.qmv_rows(x, weight, m)
+
+
+def _row_ops() -> Iterator[Entry]:
+    """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax."""
+    for model in GEOMETRIES:
+        yield Entry(f"{model.name} norm_rows", partial(_norm, model))
+        for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
+            yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits))
+        yield Entry(f"{model.name} last residual", partial(_residual, model, None))
+        for layer in model.layers:
+            yield Entry(f"{model.name} {layer.name} head_norms_rope", partial(_head_norms, layer))
+        yield Entry(f"{model.name} geglu_rows", partial(_geglu_rows, model))
+    model = GEOMETRIES[0]
+    yield Entry("sum_partials", partial(_sum_partials, model))
+    for bits in (4, 8):
+        yield Entry(f"pack_rows {bits} bits", partial(_pack, model, bits))
+    yield Entry("head_argmax capped", partial(_head_argmax, 30.0))
+    yield Entry("head_argmax plain", partial(_head_argmax, None))
+
+
+def _norm(model: Geometry, m: int) -> None:
+    rmsnorm.norm_rows(halves(SLOTS, model.hidden), floats(model.hidden), EPS, m, model.bits)
+
+
+def _residual(model: Geometry, bits: int | None, m: int) -> None:
+    n = model.hidden
+    sums, weight = floats(SPLIT, SLOTS, n), None if bits is None else floats(n)
+    rmsnorm.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
+
+
+def _head_norms(layer: Attention, m: int) -> None:
+    heads = layer.heads + layer.kv_heads * (1 if layer.k_eq_v else 2)
+    ring = MAX_KEYS if layer.window is None else RING
+    cache = halves(layer.kv_heads, ring, layer.width) if layer.kv_heads else None
+    rope.head_norms_rope(
+        floats(SPLIT, SLOTS, heads * layer.width),
+        floats(heads, layer.width),
+        floats(MAX_KEYS, layer.width),
+        floats(MAX_KEYS, layer.width),
+        position(),
+        m,
+        layer.heads,
+        layer.kv_heads,
+        layer.k_eq_v,
+        EPS,
+        cache,
+        cache,
+        ring,
+    )
+
+
+def _geglu_rows(model: Geometry, m: int) -> None:
+    geglu.geglu_rows(floats(1, SLOTS, 2 * model.inner), m, model.mlp_bits, fused=True)
+
+
+def _sum_partials(model: Geometry, m: int) -> None:
+    rows.sum_partials(floats(SPLIT, SLOTS, model.hidden), m)
+
+
+def _pack(model: Geometry, bits: int, m: int) -> None:
+    rows.pack_rows(halves(SLOTS, model.hidden), bits, m)
+
+
+def _head_argmax(cap: float | None, m: int) -> None:
+    argmax.head_argmax(floats(1, SLOTS, VOCABULARY), m, cap)
+
+
+def _plain_ops() -> Iterator[Entry]:
+    """The ops of the bundle as they are called alone."""
+    yield Entry("rmsnorm", partial(_rmsnorm, (3840,), (3840,)))
+    yield Entry("rmsnorm per head", partial(_rmsnorm, (16, 256), (16, 256)))
+    yield Entry("rope_row", partial(_turn, rope.rope_row))
+    yield Entry("rope_general", partial(_turn, rope.rope_general))
+    yield Entry("geglu_fused", partial(_gate, geglu.geglu_fused))
+    yield Entry("geglu_ops", partial(_gate, geglu.geglu_ops))
+    yield Entry("softcap", lambda m: argmax.softcap(halves(m, VOCABULARY), 30.0))
+    yield Entry("argmax", lambda m: argmax.argmax(halves(m, VOCABULARY)))
+
+
+def _rmsnorm(shape: tuple[int, ...], weight: tuple[int, ...], m: int) -> None:
+    rmsnorm.rmsnorm(halves(m, *shape), floats(*weight), EPS)
+
+
+def _turn(function: Callable[[Tensor, Tensor, Tensor], Tensor], m: int) -> None:
+    function(halves(m, 16, 256), floats(m, 1, 256), floats(m, 1, 256))
+
+
+def _gate(function: Callable[[Tensor, Tensor], Tensor], m: int) -> None:
+    function(halves(m, 15360), halves(m, 15360))
+
+
+def _attention() -> Iterator[Entry]:
+    """Both kernels of attention, at several context lengths: a length must not choose a binary either."""
+    for model in GEOMETRIES:
+        for layer in model.layers:
+            if layer.kv_heads:
+                expects = SLIDING_ATTENTION if layer.window else FULL_ATTENTION
+                yield Entry(f"{model.name} {layer.name} attention", partial(_attend, layer, None), expects)
+                name = f"{model.name} {layer.name} attention to {model.bits} bits"
+                yield Entry(name, partial(_attend, layer, model.bits), expects)
+
+
+def _attend(layer: Attention, bits: int | None, m: int) -> None:
+    q = halves(SLOTS, layer.heads, layer.width)
+    for keys in (8, 1040, MAX_KEYS, 32768):
+        ring = keys if layer.window is None else RING
+        cache = halves(layer.kv_heads, ring, layer.width)
+        if bits is None:
+            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys)
+        else:
+            sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits)

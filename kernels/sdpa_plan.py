@@ -1,0 +1,104 @@
+"""How attention is cut: the constants of each shape, and room for the partial results between its two kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import MAX_ROWS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Constants of one attention shape, never of the number of rows; others give another order of sums, so other bytes.
+
+    slots: query slots of a tile. chunk: keys of one partial softmax; inner: keys taken at once. Where the weights have
+    a launch of their own, block: its keys a program, whole ones to a chunk; step: elements of a head that it takes at
+    once; part: elements of a head that a program of the values writes. warps and stages of all.
+    """
+
+    slots: int
+    chunk: int
+    inner: int
+    warps: int
+    stages: int
+    block: int = 0
+    step: int = 0
+    part: int = 0
+
+    @property
+    def reads(self) -> int:
+        """Keys whose slots one load computes; a ring has to hold as many."""
+        return max(self.block, self.inner)
+
+
+PLANS = {
+    (256, 2): Plan(slots=16, chunk=64, inner=64, warps=4, stages=2),
+    (512, 16): Plan(slots=64, chunk=256, inner=64, warps=4, stages=4, block=64, step=64, part=64),
+    (512, 8): Plan(slots=64, chunk=512, inner=64, warps=4, stages=3, block=64, step=64, part=128),
+}
+"""Tuned shapes: (head_dim, query heads per KV head)."""
+
+
+def plan_for(head_dim: int, group: int) -> Plan:
+    """The plan of a shape, tuned or safe; ValueError where none fits.
+
+    head_dim a power of two from 16 to 512, at most 64 query heads per KV head.
+    """
+    if head_dim not in (16, 32, 64, 128, 256, 512):
+        raise ValueError(f"attention: head_dim {head_dim} is not supported; use a power of two from 16 to 512")
+    if not 1 <= group <= 64:
+        raise ValueError(f"attention: {group} query heads per KV head do not fit a tile of 64 slots")
+    if (head_dim, group) in PLANS:
+        return PLANS[head_dim, group]
+    slots = 16 if group <= 16 else triton.next_power_of_2(group)
+    if group <= 2 and head_dim <= 256:
+        small = head_dim <= 32
+        return Plan(slots, chunk=32 if small else 64, inner=16 if small else 32, warps=4, stages=2)
+    if head_dim <= 32:
+        return Plan(slots, chunk=32, inner=16, warps=4, stages=2, block=16, step=16, part=16)
+    return Plan(slots, chunk=128, inner=32, warps=4, stages=3, block=64, step=64, part=64)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What the kernels hand on, for every (row, head): a block's maximum and sum fp32 [2, 8, H, blocks] and weights
+    bf16 [8, H, blocks, keys of a block]; a chunk's maximum and sum fp32 [2, 8, H, chunks] and acc fp32
+    [chunks, 8, H, D]."""
+
+    block_state: Tensor
+    weights: Tensor
+    chunk_state: Tensor
+    acc: Tensor
+
+
+def blocks_for(max_keys: int, window: int | None, plan: Plan) -> int:
+    """Blocks that cover every visible key of any 8 rows as long as positions stay below max_keys; 0 without blocks."""
+    return _cover(max_keys, window, plan.block) if plan.block else 0
+
+
+def chunks_for(max_keys: int, window: int | None, plan: Plan) -> int:
+    """Chunks that cover them."""
+    return _cover(max_keys, window, plan.chunk)
+
+
+def _cover(max_keys: int, window: int | None, size: int) -> int:
+    everything = triton.cdiv(max_keys, size)
+    return everything if window is None else min(everything, triton.cdiv(window + MAX_ROWS, size) + 1)
+
+
+def allocate_scratch(
+    heads: int, groups: int, head_dim: int, window: int | None, max_keys: int, device: torch.device | str
+) -> Scratch:
+    """Room for the partials of calls with up to max_keys keys; layers of one shape may share it."""
+    plan = plan_for(head_dim, heads // groups)
+    blocks, chunks = blocks_for(max_keys, window, plan), chunks_for(max_keys, window, plan)
+    return Scratch(
+        torch.empty(2, MAX_ROWS, heads, blocks, dtype=torch.float32, device=device),
+        torch.empty(MAX_ROWS, heads, blocks, plan.block, dtype=torch.bfloat16, device=device),
+        torch.empty(2, MAX_ROWS, heads, chunks, dtype=torch.float32, device=device),
+        torch.empty(chunks, MAX_ROWS, heads, head_dim, dtype=torch.float32, device=device),
+    )
