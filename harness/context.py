@@ -213,6 +213,8 @@ class RunContext:
 
     def child_key(self, case: Case, env: Mapping[str, str | None]) -> ChildKey:
         """What tells children apart: device, pair and flags."""
+        if case.pair is None:
+            return (self.device_of(case), "", "", child_key(env))
         root = models_root()
         folders = (find_checkpoint(ref.path, case.folder, root) for ref in (case.pair.target, case.pair.drafter))
         target, drafter = (str(folder) for folder in folders)
@@ -236,7 +238,7 @@ class RunContext:
         while len(self._children) >= self._max_children:
             self._children.pop(next(iter(self._children))).close()
         device, target, drafter, _ = key
-        folders = (Path(target), Path(drafter))
+        folders = tuple(Path(folder) for folder in (target, drafter) if folder)  # none: the child loads no pair
         gate.check_memory(folders, device)
         threads = self._threads or gate.default_threads(folders, device)
         name = self._name(case, env, key)
@@ -244,9 +246,13 @@ class RunContext:
         child = Child(name, env, self.log_dir / f"{_file_name(name)}.log", command=self._command, on_event=self._hear)
         self._case_child = self._case_child or child
         try:
-            ready = child.start(
-                Setup(target=_relative(target), drafter=_relative(drafter), device=device, threads=threads)
+            setup = Setup(
+                target=_relative(target) if target else None,
+                drafter=_relative(drafter) if drafter else None,
+                device=device,
+                threads=threads,
             )
+            ready = child.start(setup)
             line = ChildLine(
                 child=name,
                 env_requested={flag: env[flag] for flag in sorted(env)},

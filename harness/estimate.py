@@ -13,6 +13,7 @@ STEP_S = 0.008  # a classic step of the nano pair on two cores
 TOKEN_PREFILL_S = 0.0005
 CHILD_S = 6.0  # interpreter, torch, weights
 WALK_STEPS = 2 * 128
+KERNEL_CASE_S = 8.0  # a shape on an H200, mostly the compilation of ours and the peers' kernels
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def nominal_seconds(case: Case) -> float:
             slots = 2 + len(check.arms)
             runs = len(check.prompts or ()) * (1 + len(check.arms)) + (check.repeats + max(check.warmup - 1, 0)) * slots
             return _probe_seconds((8, 8, 8), True) + runs * check.max_tokens * STEP_S + 5.0
+        case m.KernelThroughput():
+            return KERNEL_CASE_S
         case m.Decline():
             return _probe_seconds(check.draws, False) + 2 * len(check.prompts or ()) * check.max_tokens * STEP_S
         case _:

@@ -118,7 +118,7 @@ def check_memory(folders: tuple[Path, ...], device: str, available: int | None =
         return
     needed = PROCESS_BYTES + sum(estimate_load_bytes(folder, device) for folder in folders)
     if needed > free:
-        names = " and ".join(folder.name for folder in folders)
+        names = " and ".join(folder.name for folder in folders) or "a child without a pair"
         raise GateError(
             f"memory: loading {names} takes about {needed / _GIB:.1f} GiB and {free / _GIB:.1f} GiB are free; "
             "end other programs or use a larger machine"

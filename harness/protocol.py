@@ -14,6 +14,8 @@ JobKind = Literal[
     "machine",
     "geometry",
     "row_identity",
+    "kernel_rows",
+    "kernel_throughput",
     "probe",
     "parity",
     "generate",

@@ -51,7 +51,8 @@ def environment(
     loaded: LoadedSpec, cases: Sequence[Case], *, device: str, command: str, gpu: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Everything env.json holds. `fingerprint` covers what a figure depends on, not when or how it was asked for."""
-    root = models_root()
+    root, pair = models_root(), loaded.spec.pair
+    refs = {"target": pair.target, "drafter": pair.drafter} if pair is not None else {}
     env: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -60,10 +61,7 @@ def environment(
         "spec": {"path": loaded.id_path, "sha256": loaded.sha256},
         "prompts": prompt_hashes(cases),
         "source": source(),
-        "checkpoints": {
-            role: checkpoint(ref, loaded.folder, root)
-            for role, ref in (("target", loaded.spec.pair.target), ("drafter", loaded.spec.pair.drafter))
-        },
+        "checkpoints": {role: checkpoint(ref, loaded.folder, root) for role, ref in refs.items()},
         **machine(),
         "env": {name: os.environ[name] for name in THREAD_SETTINGS if name in os.environ},
     }

@@ -6,7 +6,7 @@ Loaded by the root conftest. Collecting reads specs only: no torch, no device, n
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,16 @@ class SpecItem(pytest.Function):
         if isinstance(excinfo.value, HarnessError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, *args, **kwargs)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skip's place is its spec, not the line of code that skipped: pytest folds by place and reason, so the cases of
+    a spec that lack the same thing are one line of the summary."""
+    report = yield
+    if isinstance(item, SpecItem) and report.skipped and isinstance(report.longrepr, tuple):
+        report.longrepr = (str(item.path), 1, report.longrepr[2])
+    return report
 
 
 class Contexts:

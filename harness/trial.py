@@ -60,6 +60,8 @@ def try_prompt(
     if stray := stray_flags():
         raise UsageError(f"{', '.join(stray)} is set in the shell and would not reach the child: unset it")
     spec, root = loaded.spec, models_root()
+    if spec.pair is None:
+        raise UsageError(f"{loaded.id_path} has no pair to generate with; name a spec that has one")
     missing = missing_checkpoints(spec.pair, loaded.folder, root)
     if missing:
         raise RunError("; ".join(missing))

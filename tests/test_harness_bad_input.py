@@ -140,7 +140,13 @@ def run_pair(invoke: Invoke, tmp_path: Path, target: str, drafter: str, *args: s
     return invoke("run", str(path), "--out", str(tmp_path / "out"), "--plain", *args)
 
 
-@pytest.mark.parametrize("name", list(CHECKPOINTS))
+ONCE = ("truncated safetensors", "drafter of another width")
+"""Run by `make test`, one for each of the pair's folders; the loader's own tests have the others and many more."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ONCE else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS]
+)
 def test_a_broken_checkpoint_is_exit_3_with_one_line_and_a_record(invoke: Invoke, tmp_path: Path, name: str) -> None:
     """A checkpoint that cannot be loaded is an error of that case; the run still leaves its record."""
     spoil, words = CHECKPOINTS[name]

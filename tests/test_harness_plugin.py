@@ -56,7 +56,7 @@ def prepare(pytester: pytest.Pytester, checks: str, outcomes: dict[str, str] | N
     pytester.makeconftest(CONFTEST.replace("{outcomes}", repr(outcomes or {})))
     markers = ", ".join(f'"{mark}: of a spec"' for mark in ("gpu", "slow", "bench", "weights"))
     (pytester.path / "pyproject.toml").write_text(
-        f'[tool.pytest]\nstrict = true\naddopts = ["-ra", "--no-fold-skipped"]\nmarkers = [{markers}]\n'
+        f'[tool.pytest]\nstrict = true\naddopts = ["-ra"]\nmarkers = [{markers}]\n'
     )
     return write(pytester.path, HEAD + checks)
 
@@ -110,6 +110,37 @@ def test_outcomes_map_to_pytest(pytester: pytest.Pytester) -> None:
     for name in ("tiny.yaml::probe FAILED", "large_d:0] SKIPPED", "tiny.yaml::parity PASSED"):
         result.stdout.fnmatch_lines([f"*{name.replace('[', '[[]')}*"])
     result.stdout.fnmatch_lines(["SKIPPED*tiny.yaml*because"])
+
+
+def test_skips_for_the_same_reason_are_one_line_under_their_spec(pytester: pytest.Pytester) -> None:
+    """A hundred lines of the same reason hide the one that is new; the spec, the number and the reason stay."""
+    outcomes = {
+        f"attribution[stage:{stage}+multirow:{rows}+large_d:unset]": "skipped"
+        for stage in ("base", "rowwise")
+        for rows in ("unset", "0")
+    }
+    prepare(pytester, PROBE + MATRIX, outcomes)
+    result = pytester.runpytest_inprocess("specs")
+    assert result.parseoutcomes()["skipped"] == 4
+    assert [line for line in result.outlines if line.startswith("SKIPPED")] == [
+        "SKIPPED [4] specs/tiny.yaml:1: because"
+    ]
+
+
+def test_two_workers_find_the_same(pytester: pytest.Pytester) -> None:
+    """`make test` runs with two: every worker has a context of its own, outcomes and failure texts arrive unchanged."""
+    outcomes = {"probe": "fail", "parity": "declined", "attribution[stage:rowwise+multirow:0+large_d:0]": "skipped"}
+    prepare(pytester, PROBE + PARITY + MATRIX, outcomes)
+    write(pytester.path, HEAD.replace("name: tiny", "name: second") + PROBE, "second")
+    alone, both = (
+        pytester.runpytest_inprocess("-q", "specs", *words)
+        for words in (("-p", "no:xdist"), ("-n", "2", "--dist", "loadfile"))
+    )
+    assert both.parseoutcomes() == alone.parseoutcomes()
+    assert both.parseoutcomes()["failed"] == 3
+    kept = ("SKIPPED", "FAILED", "specs/", "  claim", "  reason", "  rerun")
+    found = [sorted(line for line in result.outlines if line.startswith(kept)) for result in (alone, both)]
+    assert found[0] == found[1]
 
 
 def test_failure_text_has_all_that_a_reader_needs(pytester: pytest.Pytester) -> None:
@@ -221,20 +252,22 @@ def test_collecting_is_fast(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     arguments = ("--collect-only", "-q", "-p", "no:cacheprovider")
-    bare = min(collect(*arguments, "-c", os.devnull, ".", folder=empty)[0] for _ in range(2))
-    best = min(collect(*arguments, "specs")[0] for _ in range(3))
-    assert best < max(2.0, bare + 1.5), f"collecting took {best:.2f} s, a bare pytest {bare:.2f} s"
+    found = []
+    for _ in range(3):  # another process may take this one's core for a while
+        bare = collect(*arguments, "-c", os.devnull, ".", folder=empty)[0]
+        took = collect(*arguments, "specs")[0]
+        if took < max(2.0, bare + 1.5):
+            return
+        found.append(f"collecting took {took:.2f} s, a bare pytest {bare:.2f} s")
+    pytest.fail("; ".join(found))
 
 
-def test_real_weights_specs_skip_with_reasons_here(tmp_path: Path) -> None:
-    """`pytest -k gemma4_12b` on a machine without the weights: reasons, not failures; with --require, failures."""
+def test_real_weights_specs_fail_with_reasons_under_require(tmp_path: Path) -> None:
+    """The weights' absence is a failure with its reason under --require; without, this suite itself shows the skips."""
     common = ("-k", "gemma4_12b and (probe or geometry)", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}")
-    environment_free = "HARNESS_MODELS" not in os.environ
-    assert environment_free
-    _, done = collect(*common, "specs")
-    assert done.returncode == 0, done.stdout
-    assert "needs checkpoint gemma-4-12b-it-4bit" in done.stdout
+    assert "HARNESS_MODELS" not in os.environ
     _, done = collect(*common, "--require", "weights", "specs")
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stdout
     assert "2 failed" in done.stdout
+    assert "needs checkpoint gemma-4-12b-it-4bit" in done.stdout
     assert "(--require weights)" in done.stdout

@@ -11,6 +11,7 @@ from harness.checks import (
     exactness_probe,
     geometry,
     greedy_parity,
+    kernel_throughput,
     row_identity,
     throughput,
 )
@@ -46,6 +47,7 @@ KINDS: dict[str, CheckKind] = {
         CheckKind("attribution", attribution.measure, attribution.judge, 10),
         CheckKind("greedy_parity", greedy_parity.measure, greedy_parity.judge, 25),
         CheckKind("throughput", throughput.measure, throughput.judge, 60),
+        CheckKind("kernel_throughput", kernel_throughput.measure, kernel_throughput.judge, 10),
         CheckKind("decline", decline.measure, decline.judge, 5),
     )
 }

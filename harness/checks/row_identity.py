@@ -1,12 +1,13 @@
 """`row_identity`: an op at M rows equals M one-row calls, byte for byte.
 
-The child runs each op on the pair's real weights and shapes, with NaN in the rows around and with rows in other slots.
+The child runs each op on the pair's real weights and shapes, or on random ones of a geometry, with NaN in the rows
+around and with rows in other slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.checks.base import Judgement, of_type
 from harness.record.lines import AnyLine, CheckLine
@@ -21,7 +22,11 @@ def measure(case: Case, context: RunContext) -> None:
     """The child compares and sends one statement per op and shape."""
     check = case.check
     assert isinstance(check, RowIdentity)
-    context.job(case, "row_identity", ops=list(check.ops), rows=list(check.rows), seed=check.seed)
+    args: dict[str, Any] = {"ops": list(check.ops), "rows": list(check.rows), "seed": check.seed}
+    if check.geometry is None:
+        context.job(case, "row_identity", **args)
+    else:
+        context.job(case, "kernel_rows", geometry=check.geometry, backend=check.backend, **args)
 
 
 def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Judgement:

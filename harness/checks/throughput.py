@@ -119,7 +119,7 @@ def _arm_line(case: Case, repeat: int, slot: str, arm: Arm | None, prompt: str, 
             "repeat": repeat,
             "slot": slot,
             "arm": arm.name if arm is not None else CLASSIC,
-            "block_size": (arm.block_size if arm is not None else 1) or case.pair.block_size,
+            "block_size": (arm.block_size if arm is not None else 1) or case.block_size,
             "prompt": prompt,
             "verify_s": data["verify_s"],
             "draft_s": data["draft_s"],
@@ -157,7 +157,7 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
             return judged
         verdicts.append(judged.verdict)
         reasons.append(f"{arm.name}: {judged.verdict}, {judged.reason}")
-    low = acceptance_problem(arms, case.pair.block_size, check.min_acceptance)
+    low = acceptance_problem(arms, case.block_size, check.min_acceptance)
     if low:
         return Judgement("fail", low)
     worst = min(verdicts, key=WORST_FIRST.index)

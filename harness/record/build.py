@@ -14,6 +14,7 @@ from typing import Any
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
 from harness.record.host import device_label, host_rows
+from harness.record.kernels import kernel_figures
 from harness.record.lines import (
     AnyLine,
     ArmLine,
@@ -24,7 +25,10 @@ from harness.record.lines import (
     DecisionLine,
     DrawLine,
     EndLine,
+    KernelLine,
+    KernelShapeLine,
     Outcome,
+    PeerLine,
     StartLine,
     StepLine,
     Verdict,
@@ -48,7 +52,18 @@ from harness.record.speed import (
 )
 from harness.record.speed import UNFINISHED as UNFINISHED_ARMS
 
-CaseEvent = DrawLine | DecisionLine | ComparisonLine | ArmLine | StepLine | CheckLine | CaseLine
+CaseEvent = (
+    DrawLine
+    | DecisionLine
+    | ComparisonLine
+    | ArmLine
+    | StepLine
+    | CheckLine
+    | KernelShapeLine
+    | PeerLine
+    | KernelLine
+    | CaseLine
+)
 UNFINISHED = "unfinished: the run stopped before this case ended"
 VERDICTS: tuple[Verdict, ...] = ("slower", "unresolved", "equivalent", "faster")  # worst first
 
@@ -182,6 +197,7 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
     kind = ended.kind if ended else str(spec.setting(name.check, "kind", "unknown"))
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
     failing = next((draw for draw in draws if not draw.passed), None)
+    kernel = kernel_figures(events)
     return CaseRecord(
         id=case_id,
         name=name.name,
@@ -204,12 +220,13 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         classic_sha256=next((line.classic_sha256 for line in decisions if line.classic_sha256), None),
         first_divergence=divergence,
         first_divergence_text=divergence.describe() if divergence else None,
-        differing_bytes=failing.differing_bytes if failing else None,
+        differing_bytes=kernel.differing_bytes if kernel else failing.differing_bytes if failing else None,
         draws=tuple(DrawFigures(**draw.model_dump(exclude={"line", "case"})) for draw in draws),
         comparisons=tuple(build_comparison(event) for event in events if isinstance(event, ComparisonLine)),
         checks=tuple(CheckFigures(**check.model_dump(exclude={"line", "case"})) for check in checks),
         arms=arms,
         steps=step_figures(step_lines, arms, withhold),
+        kernel=kernel,
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
     )

@@ -99,6 +99,23 @@ def _decline(case: CaseRecord) -> Iterator[str]:
             yield f"outcome {case.outcome}, but {check.name} does not hold"
 
 
+def _kernel(case: CaseRecord) -> Iterator[str]:
+    if case.outcome not in MEASURED:
+        return
+    yield from (f"outcome {case.outcome}, but {check.name} does not hold" for check in case.checks if not check.passed)
+    kernel = case.kernel
+    if kernel is None or not kernel.compared:
+        yield f"outcome {case.outcome}, but no row was compared"
+        return
+    if kernel.differing_bytes:
+        yield f"outcome {case.outcome}, but {kernel.differing_bytes} bytes differ"
+    elif not kernel.us:
+        yield f"outcome {case.outcome}, but nothing was timed"
+    for peer in kernel.peers:
+        if peer.reason is None and not peer.ratio:
+            yield f"outcome {case.outcome}, but {peer.peer} is said to have run and has no time"
+
+
 def _no_rule(case: CaseRecord) -> Iterator[str]:
     if case.outcome == "pass":
         yield f"outcome pass of unknown kind {case.kind!r}; nothing here can confirm it"
@@ -111,6 +128,7 @@ OUTCOME_RULES = {
     "throughput": _throughput,
     "geometry": _statements,
     "row_identity": _statements,
+    "kernel_throughput": _kernel,
     "decline": _decline,
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.record.lines import Verdict
 from harness.record.model import ArmFigures, CaseRecord
-from harness.record.table import percent, percent_range, plural
+from harness.record.table import percent, percent_range, plural, share
 
 LONGEST_REASON = 110
 
@@ -39,12 +39,15 @@ def state_finding(
     bad = _bad_news(cases, tokens_identical, known_failures)
     cut = _cut(cases, not_run) if not complete else None
     speed = _speed(cases, tokens_identical)
+    kernels = _kernels(cases)
     if bad:
         text, mark = (f"{bad}, {cut}" if cut else bad), "negative"
     elif cut:
         text, mark = cut, None
     elif speed:
         text, mark = speed
+    elif kernels:
+        text, mark = kernels
     else:
         text, mark = _without_speed(cases, tokens_identical), None
     where = ", ".join(part for part in (device, date) if part)
@@ -122,6 +125,25 @@ def arm_words(arm: ArmFigures, named: bool = False) -> str:
             f"{who} decodes as fast as classic, deltas {percent_range(arm.delta)} within {percent(arm.smallest_effect)}"
         )
     return f"{who} against classic is unresolved, deltas {percent_range(arm.delta)}, null {null}"
+
+
+def _kernels(cases: Sequence[CaseRecord]) -> tuple[str, str | None] | None:
+    """What a run of kernels found: bytes first, then the share of the stream and what more rows cost."""
+    found = [case.kernel for case in cases if case.finished and case.kernel is not None and not case.kernel.withheld]
+    if not found or any(case.outcome == "error" for case in cases):
+        return None
+    checks = [check for case in cases if case.kind == "row_identity" for check in case.checks]
+    differing = sum(kernel.differing_bytes for kernel in found) + sum(check.differing_bytes or 0 for check in checks)
+    words = [f"{differing} differing bytes over {plural(len(found), 'shape')}"]
+    products = [kernel for kernel in found if kernel.op == "qmv"]
+    shares = [kernel.stream_share for kernel in products if kernel.stream_share is not None]
+    eights = [kernel.m8_over_m1 for kernel in products if kernel.m8_over_m1 is not None]
+    if shares:
+        low, high = share(min(shares)), share(max(shares))
+        words.append(f"products at {low if low == high else f'{low} to {high}'} of the read-only stream")
+    if eights:
+        words.append(f"8 rows in {max(eights):.2f}x the time of 1 at most")
+    return ", ".join(words), "unresolved" if any(case.outcome == "unresolved" for case in cases) else None
 
 
 def _without_speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -> str:

@@ -166,6 +166,47 @@ class CheckLine(Line):
     differing_bytes: int | None = None
 
 
+class KernelShapeLine(Line):
+    """What a `kernel_throughput` case runs: one op at one shape, on weights or caches rotated over many copies."""
+
+    line: Literal["kernel_shape"] = "kernel_shape"
+    case: str
+    op: str
+    name: str  # what it is in the model
+    shape: str  # "3840x30720-8bit", "12b full, 8192 keys"
+    nbytes: int  # what one call of our kernel must read
+    copies: int  # of weights or caches, rotated
+    backend: str
+    config: str = ""  # our launch constants, in words
+
+
+class PeerLine(Line):
+    """Whether a peer takes part, and why not: a peer that the spec names is never silently absent."""
+
+    line: Literal["peer"] = "peer"
+    case: str
+    peer: str
+    reason: str | None = None  # None: it takes part
+    version: str = ""
+    note: str = ""  # what a reader must know of its figures
+
+
+class KernelLine(Line):
+    """Times of one kernel arm: a call's share of a timed sequence of calls, one value per repeat."""
+
+    line: Literal["kernel"] = "kernel"
+    case: str
+    arm: str  # "ours", "stream", or a peer
+    rows: int  # M; 0 for the stream
+    launches: int = 1  # launches that make one call: 4 for four one-row launches
+    again: bool = False  # the null arm: the same arm a second time in each repeat
+    nbytes: int  # read by one call
+    calls: int  # in one timed sequence
+    clock: Literal["graph", "host"]  # replays of a CUDA graph; or the host's clock, launches included
+    us: tuple[float, ...]  # per call
+    rel_error: float | None = None  # ||out - ref|| / ||ref|| against float64 of the function that this arm computes
+
+
 class CaseLine(Line):
     """How a case ended. Written once per case; a resumed run skips cases that have one (except `error`)."""
 
@@ -198,6 +239,9 @@ AnyLine = Annotated[
     | ArmLine
     | StepLine
     | CheckLine
+    | KernelShapeLine
+    | PeerLine
+    | KernelLine
     | CaseLine
     | EndLine,
     Field(discriminator="line"),

@@ -152,6 +152,48 @@ class StepFigures(Part):
     break_even_acceptance: Figure | None  # acceptance rate at which both arms take the same time
 
 
+class PeerFigures(Part):
+    """A peer beside our kernel. `ratio` is our time over its own, by rows; below 1 ours is faster."""
+
+    peer: str
+    reason: str | None  # why it was not measured
+    version: str
+    note: str
+    clock: str | None
+    us: dict[str, Figure]  # per call, by rows
+    gb_per_s: dict[str, Figure]  # on its own bytes
+    ratio: dict[str, Figure]
+    rel_error: Figure | None  # of its rounded output
+
+
+class KernelFigures(Part):
+    """One op at one shape, medians over repeats. No time stands here when `withheld`: a row's bytes differ."""
+
+    op: str
+    name: str
+    shape: str
+    bits: int | None
+    nbytes: int  # read by one call of ours
+    copies: int
+    backend: str
+    config: str
+    compared: int  # statements about bytes
+    differing_bytes: int
+    withheld: bool
+    clock: str | None
+    us: dict[str, Figure]  # per call, by rows
+    gb_per_s: dict[str, Figure]
+    stream_gb_per_s: Figure | None  # the read-only stream, in the same repeats
+    stream_share: Figure | None  # at one row
+    m4_over_m1: Figure | None
+    m8_over_m1: Figure | None
+    four_over_one: Figure | None  # four one-row launches, each on its own weights, over one four-row launch
+    rel_error: Figure | None
+    null_range: tuple[Figure, Figure] | None
+    null_spread: Figure | None
+    peers: tuple[PeerFigures, ...]
+
+
 class CaseRecord(Part):
     """One case: how it ended, and the figures of its kind."""
 
@@ -182,6 +224,7 @@ class CaseRecord(Part):
     checks: tuple[CheckFigures, ...] = ()
     arms: tuple[ArmFigures, ...] = ()
     steps: tuple[StepFigures, ...] = ()
+    kernel: KernelFigures | None = None
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
 

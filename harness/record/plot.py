@@ -1,4 +1,4 @@
-"""The two plots that pay: paired deltas over the null band, and acceptance by draft position. Byte-stable SVG.
+"""The plots that pay: deltas over the null band, acceptance by draft position, a kernel's bandwidth. Byte-stable SVG.
 
 matplotlib is imported only when a plot is drawn. Text stays text, so figures can be searched in the file, and a digest
 of what was drawn is kept inside: a checker with another matplotlib can still tell a stale plot.
@@ -7,14 +7,16 @@ of what was drawn is kept inside: a checker with another matplotlib can still te
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from harness.record import kernel_plot
 from harness.record.model import CaseRecord, Record
 from harness.record.store import slug
+from harness.record.svg import BAND, DOT, INK, STYLE, new_figure, svg_text
 from harness.record.table import percent_range, share
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 DIGEST = re.compile(r"figures sha256 ([0-9a-f]{64})")
 CREATOR = re.compile(r"Matplotlib v([0-9.]+)")
-INK, DOT, BAND, GRID = "#57606a", "#0969da", "#b1bac4", "#d0d7de"  # readable on GitHub's light and dark pages
-STYLE: Any = {"svg.hashsalt": "harness", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
 
 
 def plot_names(case: CaseRecord) -> list[tuple[str, str]]:
@@ -43,6 +43,8 @@ def draw_plots(record: Record) -> dict[str, str]:
         for name, _ in plot_names(case):
             kind = name.removesuffix(".svg").rpartition("-")[2]
             drawn[name] = _drawn(kind, json.dumps(plot_data(case, kind)))
+    if (bandwidth := kernel_plot.plot_name(record)) is not None:
+        drawn[bandwidth[0]] = _drawn("bandwidth", json.dumps(kernel_plot.plot_data(record)))
     return drawn
 
 
@@ -68,8 +70,8 @@ def _drawn(kind: str, data: str) -> str:
     import matplotlib as mpl
 
     with mpl.rc_context(STYLE):
-        figure = (_deltas if kind == "deltas" else _acceptance)(json.loads(data))
-        return _svg(figure, hashlib.sha256(data.encode()).hexdigest())
+        figure = DRAWERS[kind](data)
+        return svg_text(figure, hashlib.sha256(data.encode()).hexdigest())
 
 
 def stale_plots(record: Record, found: dict[str, str | None]) -> list[str]:
@@ -97,30 +99,9 @@ def _first(pattern: re.Pattern[str], text: str) -> str | None:
     return match.group(1) if match else None
 
 
-def _figure(height: float) -> tuple[Any, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, height), layout="constrained")
-    axes = figure.add_subplot()
-    figure.patch.set_alpha(0.0)
-    axes.patch.set_alpha(0.0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(INK)
-    axes.tick_params(colors=INK, length=3)
-    axes.grid(axis="x", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _svg(figure: Any, figures_digest: str) -> str:
-    target = io.StringIO()
-    figure.savefig(target, format="svg", metadata={"Date": None, "Description": f"figures sha256 {figures_digest}"})
-    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
-
-
-def _deltas(arms: list[dict[str, Any]]) -> Any:
-    figure, axes = _figure(1.0 + 0.75 * len(arms))
+def _deltas(data: str) -> Any:
+    arms: list[dict[str, Any]] = json.loads(data)
+    figure, axes = new_figure(1.0 + 0.75 * len(arms))
     for row, arm in enumerate(arms):
         _delta_row(axes, row, arm["delta"], arm["null"])
     axes.axvline(0, color=INK, linewidth=0.8)
@@ -142,8 +123,9 @@ def _delta_row(axes: Axes, row: int, deltas: list[float], nulls: list[float]) ->
     axes.annotate(percent_range(deltas), delta_place, ha="center", va="bottom", color=INK, fontsize=9)
 
 
-def _acceptance(bars: list[dict[str, Any]]) -> Any:
-    figure, axes = _figure(0.8 + 0.34 * len(bars))
+def _acceptance(data: str) -> Any:
+    bars: list[dict[str, Any]] = json.loads(data)
+    figure, axes = new_figure(0.8 + 0.34 * len(bars))
     axes.barh(range(len(bars)), [bar["share"] for bar in bars], color=DOT, height=0.6)
     style: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "color": INK}
     for row, bar in enumerate(bars):
@@ -153,3 +135,10 @@ def _acceptance(bars: list[dict[str, Any]]) -> Any:
     axes.set_xlim(0, 1.08)
     axes.set_xlabel("share of rounds that accepted this draft", color=INK)
     return figure
+
+
+DRAWERS: dict[str, Callable[[str], Any]] = {
+    "deltas": _deltas,
+    "acceptance": _acceptance,
+    "bandwidth": kernel_plot.draw,
+}

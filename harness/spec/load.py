@@ -62,7 +62,7 @@ def load_spec(path: Path | str, *, shown: str | None = None) -> LoadedSpec:
     if problems or spec is None:
         raise SpecError(problems)
     folder = path.absolute().parent
-    refs = (spec.pair.target, spec.pair.drafter)
+    refs = (spec.pair.target, spec.pair.drafter) if spec.pair is not None else ()
     return LoadedSpec(
         spec=spec,
         path=path.absolute(),

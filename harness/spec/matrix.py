@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.spec.model import Attribution, CheckBase, EnvAxis, Scalar
+from harness.spec.model import Attribution, CheckBase, EnvAxis, KernelThroughput, Scalar
 from harness.spec.yaml12 import Loc
 
 MAX_CELLS = 64
@@ -39,11 +39,24 @@ def cell_name(cell: Cell) -> str:
     return "[" + "+".join(f"{axis}:{label(value)}" for axis, value in cell) + "]" if cell else ""
 
 
-def axes_of(check: CheckBase) -> dict[str, tuple[Scalar, ...]]:
-    """The axes of a check in order; attribution's stages come first, as axis `stage`."""
-    axes: dict[str, tuple[Scalar, ...]] = {}
+def own_axes(check: CheckBase) -> dict[str, tuple[str, tuple[Scalar, ...]]]:
+    """The axes that a kind brings along: name -> the key they are written under, and their values."""
     if isinstance(check, Attribution):
-        axes["stage"] = check.stages
+        return {"stage": ("stages", check.stages)}
+    if isinstance(check, KernelThroughput):
+        if check.op == "qmv":
+            return {"shape": ("shapes", tuple(shape.label for shape in check.shapes))}
+        return {
+            "geometry": ("geometries", check.geometries),
+            "layer": ("layers", check.layers),
+            "context": ("contexts", check.contexts),
+        }
+    return {}
+
+
+def axes_of(check: CheckBase) -> dict[str, tuple[Scalar, ...]]:
+    """The axes of a check in order; those that its kind brings along come first."""
+    axes = {name: values for name, (_, values) in own_axes(check).items()}
     for name, axis in check.matrix.items():
         axes.setdefault(name, axis.values)
     return axes
@@ -77,15 +90,17 @@ def expand(check: CheckBase) -> Expansion:
 def _axis_findings(check: CheckBase, axes: Mapping[str, Sequence[Scalar]]) -> list[Finding]:
     findings: list[Finding] = []
     targets: dict[str, str] = {}
+    own = {name: key for name, (key, _) in own_axes(check).items()}
     for name, axis in check.matrix.items():
-        if name == "stage" and isinstance(check, Attribution):
-            findings.append((("matrix", name), "the axis 'stage' is already there (key `stages`); choose another name"))
+        if name in own:
+            message = f"the axis '{name}' is already there (key `{own[name]}`); choose another name"
+            findings.append((("matrix", name), message))
         target = axis.env if isinstance(axis, EnvAxis) else axis.field
         if target in targets:
             findings.append((("matrix", name), f"'{target}' is already set by axis '{targets[target]}'"))
         targets[target] = name
     for name, values in axes.items():
-        base: Loc = ("matrix", name, "values") if name in check.matrix else ("stages",)
+        base: Loc = ("matrix", name, "values") if name in check.matrix else (own[name],)
         seen: set[str] = set()
         for index, value in enumerate(values):
             text = label(value)
@@ -120,7 +135,7 @@ def _count_findings(check: CheckBase, axes: Mapping[str, Sequence[Scalar]], coun
     empty = next((name for name, values in axes.items() if not values), None)
     place: Loc = ("matrix",) if check.matrix else ()
     if empty is not None:
-        place = ("matrix", empty, "values") if empty in check.matrix else ("stages",)
+        place = ("matrix", empty, "values") if empty in check.matrix else (own_axes(check)[empty][0],)
     if count == 0:
         return [(place, "matrix expands to 0 cells")]
     if count > MAX_CELLS:

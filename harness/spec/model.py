@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
+
+from harness.spec.base import Count, Model
+from harness.spec.kernel_model import Backend, Bars, Context, GeometryName, KernelOp, LayerKind, MatrixShape, Peer
 
 Stage = Literal["base", "attention", "attention_mlp", "rowwise"]
 Op = Literal["linear", "rmsnorm", "rope", "geglu", "attention", "lm_head"]
@@ -16,18 +19,9 @@ Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
 Reason = Annotated[str, Field(min_length=3)]
 Scalar = str | int | float | bool | None
 BlockSize = Annotated[int, Field(ge=1, le=8)]
-Count = Annotated[int, Field(ge=1)]
 DrawLength = Annotated[int, Field(ge=1, le=131072)]
 Tokens = Annotated[int, Field(ge=2, le=32768)]
 MtpBlockSize = Annotated[int, Field(ge=2, le=8)]
-
-
-class Model(BaseModel):
-    """Base of every part of a spec: unknown keys refused, no conversions, no changes afterwards."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class Grow(Model):
@@ -172,7 +166,7 @@ class Geometry(CheckBase):
 
 
 class RowIdentity(CheckBase):
-    """Ops on their own, on the pair's real shapes."""
+    """Ops on their own, on the pair's real shapes, or without a pair on those of a geometry."""
 
     claim: ClassVar[str] = "an op at M rows equals M one-row calls, byte for byte"
     kind: Literal["row_identity"]
@@ -183,6 +177,10 @@ class RowIdentity(CheckBase):
     """Numbers of rows M."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the random inputs."""
+    geometry: GeometryName | None = None
+    """Shapes to take, with random weights; for a spec without a pair."""
+    backend: Backend = "triton"
+    """Kernels to compare on a geometry; a pair brings its own."""
 
 
 class Probing(CheckBase):
@@ -287,6 +285,44 @@ class Throughput(Speculating):
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
 
+class KernelThroughput(CheckBase):
+    """One op of the verify path on its own, against other kernels."""
+
+    claim: ClassVar[str] = "rows are exact; time and bandwidth of one op against peers in the same run"
+    kind: Literal["kernel_throughput"]
+    """`kernel_throughput`: time and bandwidth of one op against peers in the same run, on exact rows."""
+    op: KernelOp
+    """`qmv`, a quantized matrix times 1 to 8 rows, or `attention` over a filled cache."""
+    shapes: tuple[MatrixShape, ...] = ()
+    """qmv: matrices, the first axis of the table."""
+    geometries: tuple[GeometryName, ...] = ()
+    """attention: whose heads and widths, the first axis."""
+    layers: tuple[LayerKind, ...] = ("sliding", "full")
+    """attention: layer kinds, the second axis."""
+    contexts: tuple[Context, ...] = ()
+    """attention: keys before the block's first row, the third axis."""
+    rows: Annotated[tuple[BlockSize, ...], Field(min_length=1)] = (1, 4, 8)
+    """Numbers of rows M that are timed; byte checks always run M = 1 to 8."""
+    peers: tuple[Peer, ...] = ("stream",)
+    """Kernels timed beside ours: `stream` reads memory and nothing else; the others are skipped where not installed."""
+    peer_rows: Annotated[tuple[BlockSize, ...], Field(min_length=1)] = (1, 4)
+    """Numbers of rows at which peers are timed."""
+    repeats: Annotated[int, Field(ge=3, le=1000)] = 30
+    """Passes over all arms, in turns; figures are medians."""
+    repeat_calls: Annotated[int, Field(ge=1, le=100000)] = 1000
+    """Identical calls whose outputs must all have the same bytes."""
+    rotate_mb: Annotated[int, Field(ge=1, le=16384)] = 512
+    """Megabytes over which copies of the weights are rotated, well beyond the L2 cache."""
+    bars: Bars = Bars()
+    """What the figures must reach; without bars a case only measures."""
+    backend: Backend = "triton"
+    """Our kernels: `triton`, or the plain `reference`."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of codes, scales and activations."""
+    slow: bool = True
+    """Left out of the short test run; a measurement is slow unless you say otherwise."""
+
+
 class Decline(Generating):
     """A pair or stage that must not engage."""
 
@@ -307,7 +343,9 @@ class Decline(Generating):
     """Prompt lengths of the probe's draws."""
 
 
-CheckKind = Geometry | RowIdentity | ExactnessProbe | Attribution | GreedyParity | Throughput | Decline
+CheckKind = (
+    Geometry | RowIdentity | ExactnessProbe | Attribution | GreedyParity | Throughput | KernelThroughput | Decline
+)
 Check = Annotated[CheckKind, Field(discriminator="kind")]
 CHECK_MODELS: dict[str, type[CheckBase]] = {
     get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(CheckKind)
@@ -315,7 +353,7 @@ CHECK_MODELS: dict[str, type[CheckBase]] = {
 
 
 class Spec(Model):
-    """One spec file: which pair, on what machine, checked how."""
+    """One spec file: which pair or which kernels, on what machine, checked how."""
 
     schema_version: Literal[1] = Field(alias="schema")
     """Version of this format: 1."""
@@ -323,8 +361,8 @@ class Spec(Model):
     """Name of the spec: the file's stem."""
     title: Annotated[str, Field(min_length=1)]
     """One line for people."""
-    pair: Pair
-    """The models under test."""
+    pair: Pair | None = None
+    """The models under test; left out where every check is about kernels alone."""
     requires: Requires = Requires()
     """What the machine must have for any case of this spec."""
     checks: Annotated[tuple[Check, ...], Field(min_length=1)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.spec import model as m
 from harness.spec.load import LoadedSpec
-from harness.spec.matrix import Cell, cell_name, expand, label
+from harness.spec.matrix import Cell, cell_name, expand, label, own_axes
 from harness.spec.resolve import prompt_label
 from harness.spec.rules import with_fields
 
@@ -28,7 +28,7 @@ class Case:
     env: Mapping[str, str | None]  # flags of the cell; None means not set
     fields: Mapping[str, m.Scalar]  # what the other axes set, e.g. stage
     cell: tuple[tuple[str, str], ...]  # axis, value as the id shows it
-    pair: m.Pair
+    pair: m.Pair | None  # None: the check is about kernels alone
     folder: Path
     requires: tuple[m.Requires, ...]
     skip: str | None
@@ -42,6 +42,11 @@ class Case:
         if isinstance(self.check, m.Attribution):
             return self.fields["stage"] not in self.check.must_pass
         return isinstance(self.check, m.Decline)
+
+    @property
+    def block_size(self) -> int:
+        """The pair's block size; the loader has seen to it that a check that asks for it has a pair."""
+        return self.pair.block_size if self.pair is not None else m.Pair.model_fields["block_size"].default
 
     @property
     def child_env(self) -> dict[str, str]:
@@ -71,13 +76,16 @@ def _case(loaded: LoadedSpec, check: m.CheckKind, line: int, cell: Cell) -> Case
             env[axis.env] = value if isinstance(value, str) else None
         else:
             fields[axis.field if axis else name] = value
-    filled = _fill(with_fields(check, {k: v for k, v in fields.items() if k in type(check).model_fields}), loaded.spec)
+    own = own_axes(check)
+    narrowed = _narrow(check, {name: value for name, value in fields.items() if name in own})
+    set_by_axis = {k: v for k, v in fields.items() if k in type(check).model_fields and k not in own}
+    filled = _fill(with_fields(narrowed, set_by_axis), loaded.spec)
     requires = tuple(part for part in (loaded.spec.requires, check.requires) if part is not None)
     name = check.id + cell_name(cell)
     marks = {
         "gpu": any(part.cuda for part in requires),
         "slow": check.slow,
-        "bench": isinstance(check, m.Throughput),
+        "bench": isinstance(check, m.Throughput | m.KernelThroughput),
         "weights": not loaded.local_pair,
     }
     return Case(
@@ -101,9 +109,21 @@ def _case(loaded: LoadedSpec, check: m.CheckKind, line: int, cell: Cell) -> Case
     )
 
 
+def _narrow(check: m.CheckKind, cell: Mapping[str, m.Scalar]) -> m.CheckKind:
+    """A kernel check at one shape: the lists that its axes come from hold one entry, the shape's bars are merged in."""
+    if not isinstance(check, m.KernelThroughput):
+        return check
+    if check.op == "qmv":
+        shape = next(shape for shape in check.shapes if shape.label == cell["shape"])
+        bars = shape.bars.over(check.bars) if shape.bars is not None else check.bars
+        return check.model_copy(update={"shapes": (shape,), "bars": bars})
+    update = {key: (cell[name],) for name, (key, _) in own_axes(check).items()}
+    return check.model_copy(update=update)
+
+
 def _fill(check: m.CheckKind, spec: m.Spec) -> m.CheckKind:
     """Every default that depends on the rest of the spec, written out."""
-    size = spec.pair.block_size
+    size = spec.pair.block_size if spec.pair is not None else None
     update: dict[str, Any] = {}
     match check:
         case m.ExactnessProbe() | m.GreedyParity():

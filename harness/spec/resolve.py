@@ -52,8 +52,10 @@ def missing_reason(ref: CheckpointRef, folder: Path, root: Path | None) -> str |
     return reason
 
 
-def missing_checkpoints(pair: Pair, folder: Path, root: Path | None) -> tuple[str, ...]:
-    """Reasons for the target, then the drafter; empty when both are there."""
+def missing_checkpoints(pair: Pair | None, folder: Path, root: Path | None) -> tuple[str, ...]:
+    """Reasons for the target, then the drafter; empty when both are there, and without a pair."""
+    if pair is None:
+        return ()
     reasons = (missing_reason(ref, folder, root) for ref in (pair.target, pair.drafter))
     return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 

@@ -13,12 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.flags import check_flag
 from harness.errors import Problem
+from harness.spec import kernel_model as km
 from harness.spec import model as m
 from harness.spec.matrix import Finding, expand
 from harness.spec.resolve import path_problem, prompt_label, prompt_text
 from harness.spec.wording import describe, nearest
-from harness.spec.yaml12 import Document
+from harness.spec.yaml12 import Document, Loc
 
+_KV_KEYS = ("geometries", "layers", "contexts")
 RESERVED_ARMS = ("classic", "null", "open", "close")
 _CHECK: TypeAdapter[m.CheckKind] = TypeAdapter(m.Check)
 
@@ -39,13 +41,29 @@ def problems(document: Document, path: Path) -> Iterator[Problem]:
             continue
     block_size = _block_size(value.get("pair"))
     for index, check in checks:
-        for loc, message in check_findings(check, path.parent, block_size):
+        for loc, message in (
+            *_pair_findings(check, value.get("pair")),
+            *check_findings(check, path.parent, block_size),
+        ):
             yield document.problem(("checks", index, *loc), message)
     if len(checks) == len(entries) and not any(isinstance(check, m.GreedyParity) for _, check in checks):
         for index, check in checks:
             if isinstance(check, m.Throughput | m.Decline) and check.prompts is None:
                 message = f"{check.kind} '{check.id}' has no prompts, and no greedy_parity check to take them from"
                 yield document.problem(("checks", index), message)
+
+
+def _pair_findings(check: m.CheckKind, pair: Any) -> Iterator[Finding]:
+    """Whether the check has what it runs on: a pair, or shapes of its own."""
+    if isinstance(check, m.KernelThroughput):
+        return
+    if isinstance(check, m.RowIdentity) and (check.geometry is not None or "geometry" in _fields_set(check)):
+        if pair is not None:
+            yield ("geometry",), "is for a spec without a pair; this one compares the pair's own shapes: leave it out"
+        return
+    if pair is None:
+        instead = " or give the check a `geometry`" if isinstance(check, m.RowIdentity) else ""
+        yield (), f"{check.kind} '{check.id}' needs a pair, and this spec has none; add `pair`{instead}"
 
 
 def check_findings(check: m.CheckKind, folder: Path, block_size: int | None) -> Iterator[Finding]:
@@ -62,7 +80,7 @@ def check_findings(check: m.CheckKind, folder: Path, block_size: int | None) -> 
             axis_ = check.matrix.get(name)
             if isinstance(axis_, m.EnvAxis) and isinstance(value, str) and (text := check_flag(axis_.env, value)):
                 yield ("include", index, name), text
-    for key in ("block_sizes", "rows", "ops", "must_pass"):
+    for key in ("block_sizes", "rows", "ops", "must_pass", "peers", "peer_rows"):
         yield from _repeated(key, getattr(check, key, None) or ())
     match check:
         case m.Attribution():
@@ -72,10 +90,54 @@ def check_findings(check: m.CheckKind, folder: Path, block_size: int | None) -> 
         case m.Geometry():
             if not check.expect.model_fields_set:
                 yield ("expect",), "nothing is expected; name a field or a predicate"
+        case m.KernelThroughput():
+            yield from _kernel_findings(check)
         case m.Generating():
             yield from _generating_findings(check, folder, block_size)
         case _:
             pass
+
+
+def _fields_set(check: m.CheckKind) -> set[str]:
+    """Fields that some axis of the check sets."""
+    return {axis.field for axis in check.matrix.values() if isinstance(axis, m.FieldAxis)}
+
+
+def _kernel_findings(check: m.KernelThroughput) -> Iterator[Finding]:
+    """Keys of the other op, and bars on what is not measured."""
+    wanted, foreign = (("shapes",), ("geometries", "contexts")) if check.op == "qmv" else (_KV_KEYS, ("shapes",))
+    for key in wanted:
+        if not getattr(check, key):
+            yield (), f"{check.kind} '{check.id}' of op {check.op} needs `{key}`"
+    for key in foreign:
+        if getattr(check, key):
+            yield (key,), f"`{key}` is not for op {check.op}; leave it out"
+    if check.op == "attention" and (extra := [peer for peer in check.peers if peer != "stream"]):
+        yield ("peers",), f"{', '.join(extra)}: a matrix product is no peer of attention; only stream is"
+    bars: list[tuple[Loc, km.Bars]] = [(("bars",), check.bars)]
+    bars += [(("shapes", place, "bars"), shape.bars) for place, shape in enumerate(check.shapes) if shape.bars]
+    for loc, found in bars:
+        yield from ((loc + inner, text) for inner, text in _bar_findings(check, found))
+
+
+def _bar_findings(check: m.KernelThroughput, bars: km.Bars) -> Iterator[Finding]:
+    """A bar on a figure that the check does not measure would never be judged."""
+    needs = {"min_stream_share": 1, "max_m4_over_m1": 4, "max_m8_over_m1": 8, "min_four_over_one": 4}
+    for key, rows in needs.items():
+        for count in sorted({1, rows}):
+            if getattr(bars, key) is not None and count not in check.rows:
+                yield (key,), f"needs times at {count} rows; add {count} to `rows`"
+    if bars.min_stream_share is not None and "stream" not in check.peers:
+        yield ("min_stream_share",), "needs the stream's rate; add stream to `peers`"
+    for peer in km.PeerBars.model_fields:
+        row_bars = bars.max_peer_ratio.of(peer) if bars.max_peer_ratio is not None else None
+        if row_bars is None:
+            continue
+        if peer not in check.peers:
+            yield ("max_peer_ratio", peer), f"{peer} is not among this check's peers"
+        for rows in (1, 4, 8):
+            if row_bars.at(rows) is not None and not (rows in check.rows and rows in check.peer_rows):
+                yield ("max_peer_ratio", peer, f"m{rows}"), f"needs times at {rows} rows in `rows` and `peer_rows`"
 
 
 def _generating_findings(check: m.Generating, folder: Path, block_size: int | None) -> Iterator[Finding]:

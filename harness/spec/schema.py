@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.flags import FLAGS
+from harness.spec import kernel_model as km
 from harness.spec import model as m
 
 SCHEMA_FILE = "spec.schema.json"
@@ -32,6 +33,10 @@ _SHARED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`prompts`", m.Prompt),
     ("`arms`", m.Arm),
     ("geometry's `expect`", m.GeometryExpect),
+    ("kernel_throughput's `shapes`", km.MatrixShape),
+    ("kernel_throughput's `bars`", km.Bars),
+    ("`max_peer_ratio`", km.PeerBars),
+    ("a peer's bars", km.RowBars),
 )
 
 

@@ -81,7 +81,7 @@ class Bench:
         self._memo = DecisionMemo()
         if setup.target is not None:
             drafter = Path(setup.drafter) if setup.drafter is not None else None
-            policy = DispatchPolicy(stage=DEFAULT_STAGE, flags=self.reading.values)
+            policy = self._policy(DEFAULT_STAGE)
             self.pair = load_pair(Path(setup.target), drafter, policy, device=setup.device)
             self._stages[DEFAULT_STAGE] = self.pair
         self.load_s = time.perf_counter() - began
@@ -111,9 +111,13 @@ class Bench:
         if self.pair is None:
             raise EngineError("this child was started without a pair; give it a target")
         if stage not in self._stages:
-            policy = DispatchPolicy(stage=stage, flags=self.reading.values)  # type: ignore[arg-type]
-            self._stages[stage] = self.pair.with_policy(policy)
+            self._stages[stage] = self.pair.with_policy(self._policy(stage))
         return self._stages[stage]
+
+    def _policy(self, stage: str) -> DispatchPolicy:
+        """A stage with this child's flags, on the device's own kernels."""
+        backend = "triton" if self.device.startswith("cuda") else "reference"
+        return DispatchPolicy(stage=stage, flags=self.reading.values, backend=backend)  # type: ignore[arg-type]
 
     def decide(
         self,

@@ -8,7 +8,19 @@ from typing import Any
 import torch
 
 from harness.protocol import Job
-from harness.worker import decline, generate, geometry, machine, parity, probe, row_identity, steps, trial
+from harness.worker import (
+    decline,
+    generate,
+    geometry,
+    kernel_rows,
+    kernel_throughput,
+    machine,
+    parity,
+    probe,
+    row_identity,
+    steps,
+    trial,
+)
 from harness.worker.bench import Bench, Output
 from harness.worker.channel import Channel
 
@@ -17,6 +29,8 @@ RUNNERS: dict[str, Runner] = {
     "machine": machine.run,
     "geometry": geometry.run,
     "row_identity": row_identity.run,
+    "kernel_rows": kernel_rows.run,
+    "kernel_throughput": kernel_throughput.run,
     "probe": probe.run,
     "parity": parity.run,
     "generate": generate.run,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.record.model import Record
-from harness.record.sections import context, exactness, result, speed, summary
+from harness.record.sections import context, exactness, kernels, result, speed, summary
 
 Section = Callable[[Record, str], str]
 
@@ -26,6 +26,7 @@ SECTIONS: dict[str, Section] = {
     "title": summary.title,
     "summary": summary.summary,
     "result": result.result,
+    "kernels": kernels.kernels,
     "throughput": speed.throughput,
     "steps": speed.steps,
     "probe": exactness.probe,

@@ -87,7 +87,13 @@ def not_covered(record: Record, stem: str) -> str:
     lines += [f"- {cell(case.name)}: unfinished, {cell(case.reason)}" for case in record.cases if not case.finished]
     lines += [f"- {cell(name.rpartition('::')[2])}: not run" for name in record.not_run]
     arms = [arm for case in record.cases for arm in case.arms]
-    if not arms:
+    kernels = any(case.kernel is not None for case in record.cases)
+    if kernels:
+        lines.append(
+            "- Whole steps: each op ran alone, its calls one after another; text and decode rate are not here."
+        )
+        lines += _missing_peers(record)
+    elif not arms:
         lines.append("- Speed: no arm was timed.")
     elif all(arm.n < 6 for arm in arms):
         lines.append("- Small differences: fewer than six pairs resolve only what is far outside the noise.")
@@ -95,5 +101,14 @@ def not_covered(record: Record, stem: str) -> str:
     if prompts:
         lines.append(f"- Other texts: the prompts are {cell(', '.join(prompts))}; acceptance depends on the text.")
     lines.append(f"- Other machines and days: this is one run on one machine ({cell(record.device)}).")
-    lines.append("- Sampling (temperature above 0) and batches above 1: refused, not measured.")
+    if not kernels:
+        lines.append("- Sampling (temperature above 0) and batches above 1: refused, not measured.")
     return "## Not covered here\n\n" + "\n".join(lines)
+
+
+def _missing_peers(record: Record) -> list[str]:
+    """Peers that no shape was measured against, each with its first reason."""
+    found = [peer for case in record.cases if case.kernel is not None for peer in case.kernel.peers]
+    reasons = {peer.peer: peer.reason for peer in reversed(found) if peer.reason}
+    measured = {peer.peer for peer in found if peer.ratio}
+    return [f"- Peer {cell(name)}: {cell(reason)}." for name, reason in reasons.items() if name not in measured]

@@ -6,6 +6,7 @@ from collections import Counter
 
 from harness.record.model import ArmFigures, Record
 from harness.record.sections.common import acceptance_at, data_link, hash10, outcome_words, outputs_of, skipped_cases
+from harness.record.sections.kernels import kernel_cases, summary_lines
 from harness.record.table import cell, code, factor, percent, percent_range, plural, share
 
 REQUESTS = "greedy, one sequence at a time"
@@ -41,6 +42,18 @@ def _warnings(record: Record) -> list[str]:
 
 
 def _lines(record: Record, stem: str) -> list[tuple[str, str]]:
+    return [
+        *(summary_lines(record) if kernel_cases(record) else _pair_lines(record)),
+        ("Host", "; ".join(cell(record.host[key]) for key in ("CPU", "GPU", "OS", "Versions") if key in record.host)),
+        ("Commit", cell(record.host.get("Commit", ""))),
+        ("Reproduce", code(record.command)),
+        ("Data", ", ".join(data_link(stem, name) for name in ("record.json", "runs.jsonl", "env.json", "spec.yaml"))),
+        ("Left out", _left_out(record)),
+    ]
+
+
+def _pair_lines(record: Record) -> list[tuple[str, str]]:
+    """What stands on the first screen of a record of a pair."""
     arms = [arm for case in record.cases for arm in case.arms]
     return [
         ("Answer", _answer(record, arms)),
@@ -49,11 +62,6 @@ def _lines(record: Record, stem: str) -> list[tuple[str, str]]:
         ("Exactness", _exactness(record)),
         ("Output", _output(record)),
         ("Acceptance", _acceptance(arms)),
-        ("Host", "; ".join(cell(record.host[key]) for key in ("CPU", "GPU", "OS", "Versions") if key in record.host)),
-        ("Commit", cell(record.host.get("Commit", ""))),
-        ("Reproduce", code(record.command)),
-        ("Data", ", ".join(data_link(stem, name) for name in ("record.json", "runs.jsonl", "env.json", "spec.yaml"))),
-        ("Left out", _left_out(record)),
     ]
 
 
