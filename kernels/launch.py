@@ -45,7 +45,7 @@ TABLE: dict[tuple[int, int, int], LaunchShape] = {
     (4096, 3840, 4): LaunchShape(64, 1, 3, 2, 13),
     (5376, 16384, 4): LaunchShape(128, 1, 4, 2, 4),
     (5376, 18432, 4): LaunchShape(256, 1, 4, 4, 5),
-    (5376, 43008, 4): LaunchShape(128, 1, 4, 2, 2),
+    (5376, 43008, 4): LaunchShape(128, 1, 3, 2, 3),
     (5376, 262144, 4): LaunchShape(256, 2, 3, 4, 1),
     (7680, 1024, 4): LaunchShape(64, 1, 4, 2, 30),
     (8192, 1024, 4): LaunchShape(64, 1, 4, 2, 32),
