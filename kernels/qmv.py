@@ -96,7 +96,7 @@ def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) 
     steps = -(-groups // shape.unroll)
     part = -(-steps // shape.split) * shape.unroll
     tiles = weight.codes.shape[0]
-    _qmv[(shape.split, tiles)](
+    _qmv[(tiles, shape.split)](  # tiles first: neighbours share their part of x, and find it in the cache
         x.values,
         x.sums,
         x.scales,
@@ -156,8 +156,8 @@ def _qmv(
     STAGES: tl.constexpr,
 ):
     STORED: tl.constexpr = 32 if BITS == 4 else 64
-    share = tl.program_id(0)
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
+    share = tl.program_id(1)
     row = tl.arange(0, TILE)
     slot = tl.arange(0, 8)
     column = tl.arange(0, STORED)

@@ -231,6 +231,13 @@ BROKEN = {
 }
 
 
+def test_a_program_without_work_may_end_after_the_wait() -> None:
+    """Its end releases the consumers."""
+    source = GOOD.replace("    release_consumers()\n", "")
+    early = source.replace(WAIT, f"{WAIT}\n    if K:\n        return\n    release_consumers()")
+    assert violations("good.py", early) == []
+
+
 @pytest.mark.parametrize("rule", BROKEN)
 def test_source_rules_refuse(rule: str) -> None:
     """Every rule, on a module that breaks just that one."""
