@@ -25,6 +25,7 @@ from kernels.repack import (
 )
 from kernels.rows import Rows, new_rows, pack_rows, sum_partials
 from kernels.testing import row_difference, same_bytes
+from tools import tune_qmv
 
 # ||out - exact|| / ||exact|| of the partial sums before the output rounding.
 ERROR = {4: 2e-6, 8: 5e-7, 16: 5e-7}
@@ -188,6 +189,19 @@ def test_the_table_fits_its_matrices() -> None:
     assert len(TABLE) >= 30
     for (width, _, _), shape in TABLE.items():
         check_shape(width, shape)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_the_tuner_tries_can_be_launched(bits: int) -> None:
+    """Its candidates have no empty part, and its views of random memory are matrices that `qmv` takes."""
+    matrix = (320, 256, bits)
+    found = list(tune_qmv.candidates(matrix, wide=True))
+    assert len({shape.tile for shape in found}) >= 3
+    for shape in found:
+        check_shape(matrix[0], shape)
+    codes, scales = torch.randint(0, 256, (1 << 17,), dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.int32)
+    weight = tune_qmv.dummy_weight(matrix, LaunchShape(64, 1, 2, 2, 1), codes, scales)
+    assert qmv(pack_rows(random_rows(320).cpu(), bits), weight, 1).shape == (1, 8, 256)
 
 
 def check_shape(width: int, shape: LaunchShape) -> None:
