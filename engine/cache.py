@@ -46,6 +46,10 @@ class LayerCache(ABC):
         """Append rows k and v [Hkv, M, D] at position `length`."""
 
     @abstractmethod
+    def reserve(self, count: int) -> None:
+        """Append `count` rows, at most a block of 8, that a kernel writes itself, position p to slot p mod slots."""
+
+    @abstractmethod
     def rows(self, first: int, end: int) -> Tensor:
         """K and V of positions first..end-1, oldest first [2, Hkv, end - first, D]; may be a view, do not write to it.
 
@@ -106,13 +110,18 @@ class LinearCache(LayerCache):
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append rows, growing where they do not fit."""
-        end = self.length + k.shape[1]
+        start = self.length
+        self.reserve(k.shape[1])
+        self._put(start, k, v)
+
+    def reserve(self, count: int) -> None:
+        """Grow where the rows do not fit."""
+        end = self.length + count
         if end > self.kv.shape[2]:
             slots = -(-end // GROWTH_STEP) * GROWTH_STEP
             grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
             grown[:, :, : self.length] = self.kv[:, :, : self.length]
             self.kv = grown
-        self._put(self.length, k, v)
         self.length = end
 
     def rows(self, first: int, end: int) -> Tensor:
@@ -172,6 +181,13 @@ class RingCache(LayerCache):
         else:
             self._put(start, k[:, :head], v[:, :head])
             self._put(0, k[:, head:], v[:, head:])
+        self._advance(end)
+
+    def reserve(self, count: int) -> None:
+        """The ring is always whole; only the length moves."""
+        self._advance(self.length + count)
+
+    def _advance(self, end: int) -> None:
         self.length = end
         self.high_water = max(self.high_water, end)
 

@@ -22,6 +22,7 @@ from engine.checkpoint import Checkpoint
 from engine.config import TargetConfig
 from engine.dispatch import DispatchPolicy
 from engine.errors import EngineError
+from engine.fused import Choice, FusedWeights, fused_step
 from engine.layers import LayerWeights, Run, padded_ids, rope_tables, run_layer
 from engine.weights import layer_weights, target_tensors
 from kernels import MAX_ROWS, Kernels, Linear, kernels_for
@@ -76,6 +77,18 @@ class Target:
         self._embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
         self._norm = checkpoint.tensor("norm.weight").float().to(device)
         self._tables = rope_tables(config, device)
+        self._mlp_bits = {layer.gate_up.bits for layer in self._layers}
+        self._fused = FusedWeights(
+            shapes=tuple(self._shapes),
+            layers=tuple(self._layers),
+            head=self._head,
+            final_norm=self._norm,
+            embed_scale=self._embed_scale,
+            tables=self._tables,
+            window=config.sliding_window,
+            eps=config.rms_norm_eps,
+            softcap=config.final_logit_softcapping,
+        )
 
     def with_policy(self, policy: DispatchPolicy) -> Target:
         """The same weights under another policy."""
@@ -150,6 +163,8 @@ class Target:
         if not 1 <= rows <= (1 if decode else MAX_ROWS):
             raise EngineError(f"step: {rows} rows in mode {mode}; classic takes 1, verify 1 to {MAX_ROWS}")
         policy = self.policy
+        if capture is None and self._fusable(rows, decode):
+            return self._fused_step(tokens, caches, decode)
         choice = {kind: policy.attention(rows, kind, decode) for kind in self._tables}
         run = Run(
             kernels=self.kernels,
@@ -170,6 +185,23 @@ class Target:
             capture.record(len(self._layers), FINAL_KIND, "final norm", hidden[:rows])
             capture.record(len(self._layers), FINAL_KIND, "LM head", logits)
         return StepOutput(logits, hidden[:rows], self.kernels.argmax(logits))
+
+    def _fusable(self, rows: int, decode: bool) -> bool:
+        """Whether this step takes decode's kernels for every op, so that the fused ones have its bytes."""
+        policy = self.policy
+        plain = policy.rope(rows, decode) != "row"
+        return self.kernels.fused is not None and not (
+            plain or any(policy.attention(rows, kind, decode) != "row" for kind in self._tables)
+        )
+
+    def _fused_step(self, tokens: Sequence[int], caches: CacheSet, decode: bool) -> StepOutput:
+        """The same step in few launches."""
+        ops, rows = self.kernels.fused, len(tokens)
+        assert ops is not None
+        geglu = {bits: self.policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
+        choice = Choice(self.policy.linear(rows) == "per_row", geglu)
+        found = fused_step(ops, self._fused, choice, padded_ids(list(tokens), self.device).int(), rows, caches)
+        return StepOutput(found.logits[:rows], found.hidden[:rows], found.ids[:rows].tolist())
 
     @torch.inference_mode()
     def unpadded_step(self, token: int, caches: CacheSet) -> int:

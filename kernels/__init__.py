@@ -56,6 +56,34 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class FusedOps:
+    """Ops of a step in few launches, with the bytes of the single ops that each replaces. `packed` and `partials` are
+    the backend's own: activations made ready for a product, and its sums before they are added and rounded.
+
+    embed(head, ids int32 [8], scale, rows) -> h [8, H]      rows of the head's own matrix
+    norm(h, weight, eps, rows, for) -> packed                for the product with a matrix
+    product(packed, w, rows) -> partials                     one launch for all rows
+    product_rows(packed, w, rows) -> partials                a launch per row
+    heads(partials, norm_heads, cos, sin, position int32 [1], rows, shape, kv [2, Hkv, slots, D], eps) -> q [8, H, D]
+                                                             head norms and RoPE; k and v go into the cache
+    attend(q, kv, position, rows, window | None, max_keys, for) -> packed
+    residual(partials, h, post_norm, scalar | None, next_norm, eps, rows, for, normed | None) -> (h, packed)
+    geglu(partials, rows, for, fused) -> packed
+    head(partials, rows, cap | None) -> (logits [8, V], ids int32 [8])
+    """
+
+    embed: Callable[..., Tensor]
+    norm: Callable[..., Any]
+    product: Callable[[Any, Linear, int], Tensor]
+    product_rows: Callable[[Any, Linear, int], Tensor]
+    heads: Callable[..., Tensor]
+    attend: Callable[..., Any]
+    residual: Callable[..., tuple[Tensor, Any]]
+    geglu: Callable[..., Any]
+    head: Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class Kernels:
     """The ops of one backend. x stands for 8 padded rows, of which the first `rows` are real.
 
@@ -91,6 +119,7 @@ class Kernels:
     softcap: Callable[[Tensor, float], Tensor]
     argmax: Callable[[Tensor], list[int]]
     embed: Callable[[Tensor, Tensor, Tensor], Tensor]
+    fused: FusedOps | None = None
 
 
 def kernels_for(backend: str) -> Kernels:

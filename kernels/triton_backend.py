@@ -7,21 +7,24 @@ the op-by-op attention of stage `base`) is plain torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import MAX_ROWS, Kernels, Linear, Weight, reference
+from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Weight, reference
 from kernels.argmax import argmax as argmax_ids
-from kernels.argmax import softcap
-from kernels.geglu import geglu_fused, geglu_ops
+from kernels.argmax import head_argmax, softcap
+from kernels.embed import embed_rows
+from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
+from kernels.jit import GROUP
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
-from kernels.rmsnorm import rmsnorm
-from kernels.rope import rope_general, rope_row
-from kernels.rows import pack_rows, sum_partials
-from kernels.sdpa_vector import sdpa_rows
+from kernels.rmsnorm import norm_rows, residual_norm_rows, rmsnorm
+from kernels.rope import head_norms_rope, rope_general, rope_row
+from kernels.rows import Rows, pack_rows, sum_partials
+from kernels.sdpa_vector import sdpa_rows, sdpa_vector, sdpa_vector_rows
 
 
 def prepare(weight: Weight) -> Linear:
@@ -70,6 +73,91 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], firs
     return sdpa_rows(q.contiguous(), k, v, spans, first)
 
 
+def _product(x: Rows, w: Linear, rows: int) -> Tensor:
+    return qmv(x, w.operand, rows)
+
+
+def _product_rows(x: Rows, w: Linear, rows: int) -> Tensor:
+    return qmv_rows(x, w.operand, rows)
+
+
+def _embed(head: Linear, ids: Tensor, scale: Tensor, rows: int) -> Tensor:
+    return embed_rows(head.operand, ids, scale, rows)
+
+
+def _norm(h: Tensor, weight: Tensor, eps: float, rows: int, following: Linear) -> Rows:
+    return norm_rows(h, weight, eps, rows, following.operand.bits)
+
+
+def _heads(
+    partials: Tensor,
+    norm_heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    rows: int,
+    shape: Any,
+    kv: Tensor,
+    eps: float,
+) -> Tensor:
+    """`shape` has num_heads, num_kv_heads, head_dim and k_eq_v; where v is k, the raw k's norm has no weight."""
+    width, ring = shape.head_dim, kv.shape[2]
+    return head_norms_rope(
+        partials,
+        norm_heads,
+        cos.view(-1, width),
+        sin.view(-1, width),
+        position,
+        rows,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.k_eq_v,
+        eps,
+        kv[0],
+        kv[1],
+        ring,
+    )
+
+
+def _attend(
+    q: Tensor, kv: Tensor, position: Tensor, rows: int, window: int | None, max_keys: int, following: Linear
+) -> Rows:
+    bits, ring = following.operand.bits, kv.shape[2]
+    if q.shape[2] % GROUP:
+        out = sdpa_vector(q, kv[0], kv[1], position, rows, window, ring, max_keys)
+        return pack_rows(out.view(MAX_ROWS, -1), bits, rows)
+    return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits)
+
+
+def _residual(
+    partials: Tensor,
+    h: Tensor,
+    post_norm: Tensor,
+    scalar: Tensor | None,
+    next_norm: Tensor,
+    eps: float,
+    rows: int,
+    following: Linear,
+    normed: Tensor | None,
+) -> tuple[Tensor, Rows]:
+    bits = following.operand.bits
+    out, packed = residual_norm_rows(partials, h, post_norm, scalar, next_norm, eps, rows, bits, normed=normed)
+    assert packed is not None
+    return out, packed
+
+
+def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool) -> Rows:
+    return geglu_rows(partials, rows, following.operand.bits, fused)
+
+
+def _head(partials: Tensor, rows: int, cap: float | None) -> tuple[Tensor, Tensor]:
+    logits = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
+    ids, _ = head_argmax(partials, rows, cap, logits=logits)
+    return logits, ids
+
+
+FUSED = FusedOps(_embed, _norm, _product, _product_rows, _heads, _attend, _residual, _geglu, _head)
+
 KERNELS = Kernels(
     backend="triton",
     prepare=prepare,
@@ -86,4 +174,5 @@ KERNELS = Kernels(
     softcap=softcap,
     argmax=argmax,
     embed=reference.embed,
+    fused=FUSED,
 )

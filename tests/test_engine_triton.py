@@ -18,6 +18,7 @@ from engine.checkpoint import open_checkpoint
 from engine.decision import prepare_mtp
 from engine.decode import classic_decode
 from engine.dispatch import DispatchPolicy
+from engine.flags import Flags
 from engine.layers import fuse, widen
 from engine.pair import Pair, load_pair
 from engine.quantize import dequantize, quantize, unpack
@@ -181,6 +182,49 @@ def logits_of(target: Target, blocks: Sequence[list[int]], mode: str) -> tuple[T
     target.prefill(list(range(5, 17)), caches)
     logits = [target.step(block, caches, mode).logits for block in blocks]  # type: ignore[arg-type]
     return torch.cat(logits), caches.snapshot_bytes()
+
+
+@pytest.fixture(scope="module")
+def tiny_target() -> Target:
+    """The two-layer target on Triton kernels."""
+    return make_pair(TINIER, policy=DispatchPolicy(backend="triton")).target
+
+
+@interpreted
+def test_a_step_in_few_launches_has_the_bytes_of_the_plain_ops(tiny_target: Target) -> None:
+    """Logits, hidden states, ids and caches, past the window and across the ring's end; in one launch or per row."""
+    plain = tiny_target.with_kernels(replace(tiny_target.kernels, fused=None))
+    apart = tiny_target.with_policy(DispatchPolicy(backend="triton", flags=replace(Flags(), qmv_multirow=False)))
+    start = tiny_target.new_caches()
+    tiny_target.prefill(list(range(5, 26)), start)
+    found = []
+    for target in (plain, tiny_target, apart):
+        caches = start.clone()
+        out = target.step([7, 9, 300], caches, "verify")
+        found.append((out.logits, out.hidden, out.argmax, caches.snapshot_bytes()))
+    for logits, hidden, ids, cached in found[1:]:
+        assert same_bytes(logits, found[0][0])
+        assert same_bytes(hidden, found[0][1])
+        assert ids == found[0][2]
+        assert cached == found[0][3]
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows", "decode", "fusable"),
+    [
+        ("rowwise", 4, False, True),
+        ("base", 1, True, True),
+        ("base", 4, False, False),
+        ("attention_mlp", 4, False, False),
+    ],
+)
+def test_only_decodes_own_kernels_are_fused(
+    tiny_target: Target, stage: str, rows: int, decode: bool, fusable: bool
+) -> None:
+    """A stage that shows an unrepaired block must not be repaired by a shortcut."""
+    target = tiny_target.with_policy(DispatchPolicy(stage, backend="triton"))  # type: ignore[arg-type]
+    assert target._fusable(rows, decode) is fusable
+    assert not target.with_kernels(replace(target.kernels, fused=None))._fusable(rows, decode)
 
 
 @pytest.mark.slow

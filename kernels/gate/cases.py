@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import argmax, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import argmax, embed, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
@@ -95,15 +95,19 @@ def _products() -> Iterator[Entry]:
         yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv": UNTUNED})
 
 
-def _multiply(width: int, features: int, bits: int, shape: LaunchShape, m: int) -> None:
-    x = rows.new_rows(width, bits, torch.device("cpu"))
+def _matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWeight:
     tiles, groups = -(-features // shape.tile), width // GROUP
     if bits == 16:
         codes = halves(tiles, groups, shape.tile, GROUP)
     else:
         codes = torch.empty(tiles, groups, shape.tile, GROUP * bits // 8, dtype=torch.uint8)
     scales = torch.empty((tiles, groups, shape.tile) if bits < 16 else (0,), dtype=torch.int32)
-    weight = PackedWeight(codes, scales, features, width, bits, shape)
+    return PackedWeight(codes, scales, features, width, bits, shape)
+
+
+def _multiply(width: int, features: int, bits: int, shape: LaunchShape, m: int) -> None:
+    x = rows.new_rows(width, bits, torch.device("cpu"))
+    weight = _matrix(width, features, bits, shape)
     qmv.qmv(x, weight, m)
     qmv.qmv_rows(x, weight, m)
 
@@ -122,6 +126,7 @@ def _row_ops() -> Iterator[Entry]:
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
         yield Entry(f"pack_rows {bits} bits", partial(_pack, model, bits))
+        yield Entry(f"embed_rows {bits} bits", partial(_embed, model, bits))
     yield Entry("head_argmax capped", partial(_head_argmax, 30.0))
     yield Entry("head_argmax plain", partial(_head_argmax, None))
 
@@ -167,6 +172,11 @@ def _sum_partials(model: Geometry, m: int) -> None:
 
 def _pack(model: Geometry, bits: int, m: int) -> None:
     rows.pack_rows(halves(SLOTS, model.hidden), bits, m)
+
+
+def _embed(model: Geometry, bits: int, m: int) -> None:
+    table = _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
+    embed.embed_rows(table, torch.empty(SLOTS, dtype=torch.int32), halves(1), m)
 
 
 def _head_argmax(cap: float | None, m: int) -> None:

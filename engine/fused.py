@@ -1,0 +1,108 @@
+"""A step of 1 to 8 rows in few launches: classic decode's and the row-wise verify's, with the bytes of the plain ops.
+
+Where a backend offers fused ops, a decoder layer is a product, head norms and RoPE into the cache, attention, a
+product, norms and residual, a product, GeGLU, a product, norms and residual. Each leaves the bytes of the single ops
+that it replaces, so a step may take this path or the plain one and nobody can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cache import CacheSet
+from engine.config import Kind, LayerShape
+from engine.layers import LayerWeights, RopeTable
+from kernels import MAX_ROWS, FusedOps, Linear
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """What a step reads beside the caches; `head` is the embedding table too."""
+
+    shapes: tuple[LayerShape, ...]
+    layers: tuple[LayerWeights, ...]
+    head: Linear
+    final_norm: Tensor
+    embed_scale: Tensor
+    tables: dict[Kind, RopeTable]
+    window: int
+    eps: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What dispatch decides for such a step: a launch for all rows or one for each, and GeGLU's rounding by bits."""
+
+    per_row: bool
+    fused_geglu: dict[int, bool]
+
+
+@dataclass(frozen=True)
+class FusedOutput:
+    """Logits after the soft cap bf16 [8, V], hidden after the final norm bf16 [8, H], greedy ids int32 [8]; rows past
+    the real ones are undefined."""
+
+    logits: Tensor
+    hidden: Tensor
+    ids: Tensor
+
+
+def fused_step(
+    ops: FusedOps, weights: FusedWeights, choice: Choice, ids: Tensor, rows: int, caches: CacheSet
+) -> FusedOutput:
+    """Append `rows` rows of ids int32 [8] to every cache and compute their logits."""
+    first = caches.length
+    position = torch.full((1,), first, dtype=torch.int32, device=ids.device)
+    product = ops.product_rows if choice.per_row else ops.product
+    h = ops.embed(weights.head, ids, weights.embed_scale, rows)
+    packed = ops.norm(h, weights.layers[0].input_norm, weights.eps, rows, weights.layers[0].qkv)
+    hidden = torch.empty_like(h)
+    for index, (shape, w) in enumerate(zip(weights.shapes, weights.layers, strict=True)):
+        last = index + 1 == len(weights.layers)
+        cache = caches[index]
+        cache.reserve(rows)
+        table = weights.tables[shape.kind]
+        table.rows(first, MAX_ROWS)
+        q = ops.heads(
+            product(packed, w.qkv, rows),
+            w.norm_heads,
+            table.cos,
+            table.sin,
+            position,
+            rows,
+            shape,
+            cache.kv,
+            weights.eps,
+        )
+        window = weights.window if shape.kind == "sliding" else None
+        packed = ops.attend(q, cache.kv, position, rows, window, first + rows, w.o)
+        a, packed = ops.residual(
+            product(packed, w.o, rows),
+            h,
+            w.post_attention_norm,
+            None,
+            w.pre_feedforward_norm,
+            weights.eps,
+            rows,
+            w.gate_up,
+            None,
+        )
+        gated = ops.geglu(product(packed, w.gate_up, rows), rows, w.down, choice.fused_geglu[w.gate_up.bits])
+        following = weights.final_norm if last else weights.layers[index + 1].input_norm
+        h, packed = ops.residual(
+            product(gated, w.down, rows),
+            a,
+            w.post_feedforward_norm,
+            w.layer_scalar,
+            following,
+            weights.eps,
+            rows,
+            weights.head if last else weights.layers[index + 1].qkv,
+            hidden if last else None,
+        )
+    logits, best = ops.head(product(packed, weights.head, rows), rows, weights.softcap)
+    return FusedOutput(logits, hidden, best)
