@@ -155,7 +155,8 @@ def test_a_part_of_a_spec_resumes_as_that_part(tmp_path: Path) -> None:
 
 
 DRIVER = """\
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 from pathlib import Path
 from harness.run import RunOptions, run_spec
 from harness.spec import load_spec
