@@ -23,6 +23,11 @@ from engine.quantize import GROUP_SIZE, dequantize
 from kernels import Stored, Weight
 
 INDEX_NAME = "model.safetensors.index.json"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_SIZED_BY = {
+    "pre_projection.weight": " (hidden_size x twice backbone_hidden_size)",
+    "post_projection.weight": " (backbone_hidden_size x hidden_size)",
+}
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
 _OTHER_TOWERS = (
     "vision_tower.",
@@ -86,7 +91,7 @@ class Checkpoint:
             raise self._fail(entry.file.name, f"{entry.stored_name} is not part of a {role} of this config; remove it")
 
     def weight(self, module: str, dtype: torch.dtype, device: str = "cpu") -> Weight:
-        """A module's matrix [N, K] in `dtype`, dequantized once where it is stored in 4 or 8 bits."""
+        """A module's matrix [N, K] in `dtype`, dequantized when asked for where it is stored in 4 or 8 bits."""
         data = self.tensor(f"{module}.weight")
         spec = self._bits_of(module)
         if spec is None:
@@ -96,7 +101,7 @@ class Checkpoint:
             x.to(device) for x in (data, *map(self.tensor, (f"{module}.scales", f"{module}.biases")))
         )
         stored = Stored(words, scales, biases) if group == GROUP_SIZE else None
-        return Weight(dequantize(words, scales, biases, bits, group, dtype), bits, stored)
+        return Weight(lambda: dequantize(words, scales, biases, bits, group, dtype), bits, stored, dtype)
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor as it is."""
@@ -108,7 +113,7 @@ class Checkpoint:
         return tensor
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the files: name, sizes, sha256 of config and index."""
+        """What identifies the files: name, sizes, sha256 of config, index, and the files that turn text into ids."""
         files = sorted({entry.file for entry in self.entries.values()})
         index = self.path / INDEX_NAME
         return {
@@ -116,7 +121,21 @@ class Checkpoint:
             "files": {file.name: file.stat().st_size for file in files},
             "config_sha256": _sha256(self.path / "config.json"),
             "index_sha256": _sha256(index) if index.is_file() else None,
+            "text_sha256": self._text_sha256(),
         }
+
+    def _text_sha256(self) -> str | None:
+        """sha256 over tokenizer, chat template and stop ids; None for a folder without a tokenizer.
+
+        A template that was revised upstream gives other prompts, so records of the two do not compare.
+        """
+        files = [self.path / name for name in TEXT_FILES]
+        if not files[0].is_file():
+            return None
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(f"{file.name} {_sha256(file) if file.is_file() else None}\n".encode())
+        return digest.hexdigest()
 
     def content_sha256(self) -> str:
         """sha256 over the tensors' files, in name order; reads every byte."""
@@ -150,7 +169,10 @@ class Checkpoint:
                 entry.file.name, f"{name} is {entry.dtype}, but config.json says {spec[0]}-bit; fix its quantization"
             )
         if entry.shape != shape:
-            raise self._fail(entry.file.name, f"{name} has shape {list(entry.shape)}; the config implies {list(shape)}")
+            raise self._fail(
+                entry.file.name,
+                f"{name} has shape {list(entry.shape)}; the config implies {list(shape)}{_SIZED_BY.get(name, '')}",
+            )
         return {name}
 
     def _verify_packed(self, name: str, entry: Entry, shape: tuple[int, ...], spec: tuple[int, int]) -> set[str]:
@@ -160,6 +182,13 @@ class Checkpoint:
         if columns % group:
             raise self._fail(entry.file.name, f"{name}: {columns} columns are no multiple of group_size {group}")
         if entry.shape != words:
+            scales = self.entries[f"{name.removesuffix('.weight')}.scales"].shape
+            if len(scales) == 2 and scales[1] * group != columns:  # another width; taken for other bits otherwise
+                raise self._fail(
+                    entry.file.name,
+                    f"{name} has shape {list(entry.shape)}, {scales[1] * group} inputs by its scales; the config "
+                    f"implies {columns} inputs, so {list(words)}{_SIZED_BY.get(name, '')}",
+                )
             stored = entry.shape[1] * 32 / columns if len(entry.shape) == 2 and entry.shape[0] == rows else None
             hint = f" ({stored:g} bits)" if stored else ""
             raise self._fail(

@@ -151,12 +151,16 @@ def _mlp(run: Run, w: LayerWeights, x: Tensor) -> Tensor:
 def fuse(*weights: Weight) -> Weight:
     """Matrices over the same input as one [N1 + N2 + ..., K]; bits of the widest, whose codes hold the others' too."""
     bits = max(w.bits for w in weights)
-    data = torch.cat([w.data for w in weights])
+    dtype = weights[0].dtype
+
+    def data() -> Tensor:
+        return torch.cat([w.data for w in weights])
+
     parts = [widen(w.stored, w.bits, bits) for w in weights if w.stored is not None]
     if len(parts) < len(weights):
-        return Weight(data, bits)
+        return Weight(data, bits, dtype=dtype)
     words, scales, biases = (torch.cat(same) for same in zip(*parts, strict=True))
-    return Weight(data, bits, Stored(words.view(torch.uint32), scales, biases))
+    return Weight(data, bits, Stored(words.view(torch.uint32), scales, biases), dtype)
 
 
 def widen(stored: Stored, bits: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:

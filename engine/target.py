@@ -73,7 +73,8 @@ class Target:
             for index, shape in enumerate(self._shapes)
         ]
         table = checkpoint.weight("embed_tokens", dtype, device)
-        self.embedding, self._head = table.data, self.kernels.prepare(table)
+        self._head = self.kernels.prepare(table)
+        self._embedding = self.kernels.table(table, self._head)
         self._embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
         self._norm = checkpoint.tensor("norm.weight").float().to(device)
         self._tables = rope_tables(config, device)
@@ -125,7 +126,7 @@ class Target:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Scaled embeddings [n, H] of ids [n]."""
-        return self.kernels.embed(self.embedding, ids, self._embed_scale)
+        return self.kernels.embed(self._embedding, ids, self._embed_scale)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], caches: CacheSet, capture: Capture | None = None) -> Tensor:

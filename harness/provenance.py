@@ -186,7 +186,7 @@ def _git(*words: str) -> str | None:
 
 
 def checkpoint(ref: CheckpointRef, folder: Path, root: Path | None) -> dict[str, Any] | None:
-    """A checkpoint's name, file sizes and the hashes of its config and index; None when it is not here."""
+    """A checkpoint's name, file sizes and the hashes of config, index, weights and text files; None when not here."""
     path = find_checkpoint(ref.path, folder, root)
     if path is None:
         return None
@@ -196,7 +196,21 @@ def checkpoint(ref: CheckpointRef, folder: Path, root: Path | None) -> dict[str,
         "config_sha256": _sha256(path / "config.json"),
         "index_sha256": _sha256(path / "model.safetensors.index.json"),
         "weights_sha256": _weights_sha256(path),
+        "text_sha256": _text_sha256(path),
     }
+
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def _text_sha256(path: Path) -> str | None:
+    """Hash over what turns text into ids and ends it, as the child's fingerprint has it; None without a tokenizer."""
+    if not (path / TEXT_FILES[0]).is_file():
+        return None
+    digest = hashlib.sha256()
+    for name in TEXT_FILES:
+        digest.update(f"{name} {_sha256(path / name)}\n".encode())
+    return digest.hexdigest()
 
 
 SMALL_BYTES = 64 * 2**20

@@ -6,6 +6,7 @@ around as an object, so that a test can replace a single op without touching glo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,26 @@ class Stored:
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix as the checkpoint loader gives it, [N, K] in model dtype, dequantized once; bits of the stored form."""
+    """A matrix as the checkpoint loader gives it: bits of the stored form, and that form where it is MLX's.
 
-    data: Tensor
+    `source` is the matrix [N, K] in model dtype, or what dequantizes it: a backend that multiplies by the stored form
+    never asks for `data`.
+    """
+
+    source: Tensor | Callable[[], Tensor]
     bits: int
     stored: Stored | None = None
+    dtype: Any = None
+
+    @functools.cached_property
+    def data(self) -> Tensor:
+        """The matrix in model dtype, dequantized once."""
+        return self.source() if callable(self.source) else self.source
+
+    @property
+    def model_dtype(self) -> Any:
+        """Dtype of `data`, known without making it where the loader said so."""
+        return self.dtype if self.dtype is not None else self.data.dtype
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,8 @@ class Kernels:
     sdpa_unfused(q [H, M, D], k, v, mask | None)     matmul, softmax, matmul, each rounded to model dtype
     softcap(logits [M, V], cap)                      a rounding per op
     argmax(logits [M, V]) -> list of M ids           ties go to the lowest id
-    embed(table [V, H], ids, scale) -> [n, H]        rows times the rounded scale, rounded
+    table(weight, head) -> table                     what `embed` reads: the matrix, or the head's packed form
+    embed(table, ids, scale) -> [n, H]               rows times the rounded scale, rounded
     """
 
     backend: str
@@ -118,7 +135,8 @@ class Kernels:
     sdpa_unfused: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     softcap: Callable[[Tensor, float], Tensor]
     argmax: Callable[[Tensor], list[int]]
-    embed: Callable[[Tensor, Tensor, Tensor], Tensor]
+    table: Callable[[Weight, Linear], Any]
+    embed: Callable[[Any, Tensor, Tensor], Tensor]
     fused: FusedOps | None = None
 
 

@@ -7,26 +7,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import SLOTS, check_operand, launch_options, release_consumers, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import check_operand, launch_options, release_consumers, round_bf16, to_bf16, wait_for_producers
 from kernels.repack import PackedWeight
-from kernels.rmsnorm import check_rows
 
 GROUPS_PER_PROGRAM = 8
 
 
 def embed_rows(table: PackedWeight, ids: Tensor, scale: Tensor, rows: int, out: Tensor | None = None) -> Tensor:
-    """Rows `ids` of the table, dequantized and rounded to bf16, times the scale, rounded -> bf16 [8, H].
+    """Rows `ids` of the table, dequantized and rounded to bf16, times the scale, rounded -> bf16 [n, H].
 
-    ids int32 [8] on the device, the first `rows` of them real; scale bf16, one value. Other rows are not written.
+    ids int32 [n] on the device, the first `rows` of them real; scale bf16, one value. Other rows are not written.
     """
-    check_operand("embed_rows: ids", ids, torch.int32, (SLOTS,))
-    check_rows("embed_rows", rows)
+    check_operand("embed_rows: ids", ids, torch.int32, (None,))
+    if not 1 <= rows <= ids.numel():
+        raise ValueError(f"embed_rows: {rows} rows of {ids.numel()} ids")
     if scale.dtype != torch.bfloat16 or scale.numel() != 1:
         raise ValueError(f"embed_rows: scale must be one bf16 value, got {scale.dtype} of {scale.numel()} elements")
     width = table.in_features
     if out is None:
-        out = torch.empty(SLOTS, width, dtype=torch.bfloat16, device=ids.device)
-    check_operand("embed_rows: out", out, torch.bfloat16, (SLOTS, width))
+        out = torch.empty(ids.numel(), width, dtype=torch.bfloat16, device=ids.device)
+    check_operand("embed_rows: out", out, torch.bfloat16, (ids.numel(), width))
     groups = width // 64
     _embed[(rows, triton.cdiv(groups, GROUPS_PER_PROGRAM))](
         table.codes,

@@ -113,10 +113,13 @@ def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]],
     The position `first` of the first key changes nothing here: a row's keys are one product.
 
     q [n, H, D], k and v [Hkv, K, D], spans of key indices, one per real row -> [n, H, D]; rows past the spans
-    are zero. Scores, softmax and sums in fp32, one rounding.
+    are zero. Scores, softmax and sums in fp32, one rounding. ValueError for a span of keys that are not there.
     """
     n, heads, width = q.shape
     groups, count = k.shape[:2]
+    for row, (start, end) in enumerate(spans):
+        if not 0 <= start < end <= count:  # as many keys elsewhere would give numbers, and wrong ones
+            raise ValueError(f"attention: row {row} sees keys {start}..{end - 1}, but 0..{count - 1} are there")
     queries = q.float().view(n, groups, heads // groups, width)
     keys, values = k.float().transpose(1, 2), v.float()
     out = torch.zeros(n, groups, heads // groups, width, dtype=torch.float32, device=q.device)
@@ -131,8 +134,11 @@ def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]],
 def sdpa_unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention op by op in model dtype: scores rounded, softmax in fp32 and rounded, sums rounded.
 
-    q [H, M, D], k and v [Hkv, K, D], mask bool [M, K] (True: visible) or None -> [H, M, D].
+    q [H, M, D], k and v [Hkv, K, D], mask bool [M, K] (True: visible) or None -> [H, M, D]. ValueError for a mask of
+    another shape, which might broadcast.
     """
+    if mask is not None and mask.shape != (q.shape[1], k.shape[1]):
+        raise ValueError(f"attention: mask {list(mask.shape)} does not fit {q.shape[1]} rows and {k.shape[1]} keys")
     repeats = q.shape[0] // k.shape[0]
     keys = k.repeat_interleave(repeats, 0)
     values = v.repeat_interleave(repeats, 0)
@@ -152,6 +158,11 @@ def argmax(logits: Tensor) -> list[int]:
     """Index of the largest value of each row [M, V]; ties go to the lowest index."""
     values: list[int] = np.argmax(logits.float().cpu().numpy(), -1).tolist()
     return values
+
+
+def table(weight: Weight, head: Linear) -> Tensor:
+    """What `embed` reads: the matrix itself."""
+    return weight.data
 
 
 def embed(table: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
@@ -240,5 +251,6 @@ KERNELS = Kernels(
     sdpa_unfused=sdpa_unfused,
     softcap=softcap,
     argmax=argmax,
+    table=table,
     embed=embed,
 )

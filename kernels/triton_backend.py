@@ -29,15 +29,14 @@ from kernels.sdpa_vector import sdpa_rows, sdpa_vector, sdpa_vector_rows
 
 def prepare(weight: Weight) -> Linear:
     """Repack a matrix tile-major: its own codes where it is stored in 4 or 8 bits with bf16 scales, bf16 otherwise."""
-    data = weight.data
-    if data.dtype != torch.bfloat16:
-        raise ValueError(f"triton backend: model dtype {data.dtype}; the kernels take bfloat16")
+    if weight.model_dtype != torch.bfloat16:
+        raise ValueError(f"triton backend: model dtype {weight.model_dtype}; the kernels take bfloat16")
     stored = weight.stored
     if stored is None or stored.scales.dtype != torch.bfloat16:
-        packed = pack_dense(data)
+        packed = pack_dense(weight.data)
     else:
         packed = pack_weight(stored.words, stored.scales, stored.biases, weight.bits)
-    return Linear(packed.out_features, packed.in_features, weight.bits, data.dtype, "qmv", packed)
+    return Linear(packed.out_features, packed.in_features, weight.bits, torch.bfloat16, "qmv", packed)
 
 
 def linear(x: Tensor, w: Linear, rows: int = MAX_ROWS) -> Tensor:
@@ -60,6 +59,17 @@ def linear_any(x: Tensor, w: Linear) -> Tensor:
         padded[:count] = x
         return linear(padded, w, count)[:count]
     return F.linear(x, dequantize_packed(w.operand, torch.float32).to(x.dtype))
+
+
+def table(weight: Weight, head: Linear) -> PackedWeight:
+    """What `embed` reads: the head's packed matrix, which is the embedding table too."""
+    packed: PackedWeight = head.operand
+    return packed
+
+
+def embed(table: PackedWeight, ids: Tensor, scale: Tensor) -> Tensor:
+    """Rows of the table for ids [n], any n, times the scale, rounded -> [n, H]."""
+    return embed_rows(table, ids.int(), scale, ids.numel())
 
 
 def argmax(logits: Tensor) -> list[int]:
@@ -173,6 +183,7 @@ KERNELS = Kernels(
     sdpa_unfused=reference.sdpa_unfused,
     softcap=softcap,
     argmax=argmax,
-    embed=reference.embed,
+    table=table,
+    embed=embed,
     fused=FUSED,
 )

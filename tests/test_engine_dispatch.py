@@ -153,7 +153,7 @@ def counting(kernels: Kernels) -> tuple[Kernels, Counter[str]]:
 
         return counted
 
-    names = [f.name for f in dataclasses.fields(Kernels) if f.name not in ("backend", "prepare")]
+    names = [f.name for f in dataclasses.fields(Kernels) if f.name not in ("backend", "prepare", "fused")]
     return dataclasses.replace(kernels, **{name: wrap(name, getattr(kernels, name)) for name in names}), calls
 
 

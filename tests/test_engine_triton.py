@@ -139,12 +139,25 @@ def test_prepare_refuses_what_the_kernels_do_not_take() -> None:
     """fp32 models run on the reference backend; scales of another dtype fall back to the bf16 matrix."""
     prepare, weight = kernels_for("triton").prepare, matrix(4)
     with pytest.raises(ValueError, match=r"model dtype torch\.float32; the kernels take bfloat16"):
-        prepare(replace(weight, data=weight.data.float()))
+        prepare(replace(weight, source=weight.data.float()))
     assert weight.stored is not None
     wide = Stored(weight.stored.words, weight.stored.scales.float(), weight.stored.biases.float())
     w = prepare(replace(weight, stored=wide))
     assert (w.bits, w.operand.bits) == (4, 16)
     assert same_bytes(unpack_dense(w.operand), weight.data)
+
+
+def test_a_stored_matrix_is_not_dequantized_on_the_way() -> None:
+    """31B would need 60 GB for what nobody reads."""
+
+    def refuse() -> Tensor:
+        raise AssertionError("dequantized")
+
+    parts = [replace(matrix(bits), source=refuse, dtype=torch.bfloat16) for bits in (4, 8)]
+    kernels = kernels_for("triton")
+    w = kernels.prepare(fuse(*parts))
+    assert (w.out_features, w.operand.bits) == (96, 8)
+    assert kernels.table(parts[0], w) is w.operand
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

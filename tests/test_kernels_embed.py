@@ -46,9 +46,9 @@ def test_rows_have_the_bytes_of_the_dequantized_table(bits: int) -> None:
 def test_bad_operands_are_refused() -> None:
     """Ids that are not where the kernel reads them, a scale that is not one value."""
     packed, _ = table(4)
-    with pytest.raises(ValueError, match=r"embed_rows: ids: expected torch\.int32 8"):
+    with pytest.raises(ValueError, match=r"embed_rows: ids: expected torch\.int32"):
         embed_rows(packed, IDS.long(), SCALE, 1)
     with pytest.raises(ValueError, match="one bf16 value"):
         embed_rows(packed, IDS, SCALE.float(), 1)
-    with pytest.raises(ValueError, match="9 rows"):
+    with pytest.raises(ValueError, match="9 rows of 8 ids"):
         embed_rows(packed, IDS, SCALE, 9)

@@ -75,6 +75,14 @@ def counters_problem(lines: Sequence[ArmLine | ComparisonLine]) -> str | None:
     return None
 
 
+def acceptance_note(lines: Sequence[ArmLine | ComparisonLine]) -> str:
+    """A warning for a reason line when rounds ran and not one draft was accepted: such text proves little."""
+    drafted = sum(sum(line.drafted_per_round) for line in lines)
+    if not drafted or any(count for line in lines for count in line.accepted_per_round):
+        return ""
+    return f"; NOTE: none of {drafted} drafts was accepted, so only the rejecting path ran; set min_acceptance"
+
+
 def acceptance_problem(lines: Sequence[ArmLine | ComparisonLine], block_size: int, minimum: float | None) -> str | None:
     """Why the acceptance rate at the pair's block size is too low, or None."""
     chosen = [line for line in lines if line.block_size == block_size and line.drafted_per_round]

@@ -5,11 +5,13 @@ Each prompt is decoded once classically and once per block size by rounds, in on
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.checks.base import (
     Judgement,
+    acceptance_note,
     acceptance_problem,
     counters_problem,
     inexact_note,
@@ -50,6 +52,7 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
         where = f"prompt {differing.prompt}, block size {differing.block_size}"
         if differing.first_difference is not None:
             what = f"token {differing.first_difference} of {differing.tokens} differs from classic"
+            what += "".join(f"; {hint}" for hint in (margin_hint(differing), pattern_hint(comparisons)) if hint)
         else:
             what = "text or finish reason differs from classic"
         return Judgement("fail", f"{where}: {what}{inexact_note(decisions)}")
@@ -75,4 +78,34 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
     tokens = sum(line.tokens for line in comparisons)
     sizes = ", ".join(str(size) for size in check.block_sizes or ())
     what = f"{len(check.prompts)} prompts byte-identical at block sizes {sizes} ({tokens} tokens)"
-    return Judgement("pass", what + inexact_note(decisions))
+    return Judgement("pass", what + acceptance_note(comparisons) + inexact_note(decisions))
+
+
+TIE = 0.25  # logits; engine.margin.TIE_MARGIN, which the parent cannot import without torch
+
+
+def margin_hint(line: ComparisonLine) -> str:
+    """Whether rounding can have turned the first differing token."""
+    if line.margin is None:
+        return ""
+    apart = f"classic's two best logits are {line.margin:.3f} apart there"
+    if line.margin <= TIE:
+        return f"{apart}: a near tie, which rounding can turn"
+    return f"{apart}: too far for rounding, look at keys, positions and rollback"
+
+
+def pattern_hint(comparisons: Sequence[ComparisonLine]) -> str:
+    """What the places of the first difference say, where a prompt differs at several block sizes."""
+    places: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for line in comparisons:
+        if line.first_difference is not None:
+            places[line.prompt][line.block_size] = line.first_difference
+    for prompt, found in places.items():
+        if len(found) < 2:
+            continue
+        if len(set(found.values())) == 1:
+            sizes = ", ".join(map(str, found))
+            return f"prompt {prompt} differs at the same token at block sizes {sizes}, which points at numerics"
+        where = ", ".join(f"{at} at {size}" for size, at in found.items())
+        return f"prompt {prompt}'s first difference moves with the block size (token {where}): accept or rollback"
+    return ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from harness import gate, stats
 from harness.checks.base import (
     Judgement,
+    acceptance_note,
     acceptance_problem,
     counters_problem,
     inexact_note,
@@ -142,7 +143,7 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
         return Judgement("fail", f"{what}; tokens differ, so no speed is stated")
     moved = _moved_output(arms)
     if moved:
-        return Judgement("fail", f"prompt {moved}: tokens differ between timed runs, so no speed is stated")
+        return Judgement("fail", f"{moved}, so no speed is stated")
     declined = not_engaged(decisions)
     if declined:
         return Judgement("declined", declined.log_line)
@@ -165,7 +166,7 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
     if drift:
         reasons.append(drift)
     outcome: Outcome = "unresolved" if worst == "unresolved" else "pass"
-    return Judgement(outcome, "; ".join(reasons) + inexact_note(decisions), worst)
+    return Judgement(outcome, "; ".join(reasons) + acceptance_note(arms) + inexact_note(decisions), worst)
 
 
 def _judge_arm(arm: Arm, lines: Sequence[ArmLine], check: Throughput) -> stats.VerdictResult | Judgement:
@@ -202,9 +203,19 @@ def _drift(lines: Sequence[ArmLine]) -> str:
 
 
 def _moved_output(lines: Sequence[ArmLine]) -> str | None:
-    """The first prompt whose timed runs did not all give the same ids, or None."""
-    seen: dict[str, tuple[str, int]] = {}
+    """The first prompt whose timed runs did not all give the same ids, in words, or None.
+
+    An arm that contradicts itself is not deterministic; that is another fault than an arm that contradicts classic.
+    """
+    outputs: dict[str, dict[str, list[tuple[str, int]]]] = {}
     for line in lines:
-        if seen.setdefault(line.prompt, (line.sha256, line.tokens)) != (line.sha256, line.tokens):
-            return line.prompt
+        outputs.setdefault(line.prompt, {}).setdefault(line.arm, []).append((line.sha256, line.tokens))
+    for prompt, arms in outputs.items():
+        if len({output for runs in arms.values() for output in runs}) == 1:
+            continue
+        words = f"prompt {prompt}: tokens differ between timed runs"
+        for arm, runs in arms.items():
+            if len(set(runs)) > 1:
+                return f"{words}: {arm} is not deterministic, {len(set(runs))} outputs in {len(runs)} runs"
+        return f"{words}: each arm repeats itself, but not classic"
     return None

@@ -233,9 +233,12 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
 
 
 def build_comparison(line: ComparisonLine) -> ComparisonFigures:
-    """One comparison; its times stay in the raw lines, since no bracket or null arm stands beside them."""
+    """One comparison; its times stay in the raw lines, since no bracket or null arm stands beside them.
+
+    So does the margin, which the case's reason states where something differs.
+    """
     kept = line.model_dump(
-        exclude={"line", "case", "accepted_per_round", "drafted_per_round", "decode_s", "classic_decode_s"}
+        exclude={"line", "case", "margin", "accepted_per_round", "drafted_per_round", "decode_s", "classic_decode_s"}
     )
     return ComparisonFigures(**kept, acceptance=acceptance_figures([line.accepted_per_round], [line.drafted_per_round]))
 

@@ -110,6 +110,7 @@ class ComparisonLine(Line):
     identical: bool
     text_identical: bool
     first_difference: int | None = None
+    margin: float | None = None  # classic's best logit minus its second best, at the first difference
     classic_sha256: str
     mtp_sha256: str
     finish_reason: str

@@ -12,6 +12,23 @@ from harness.errors import Problem
 from harness.spec.model import CHECK_MODELS, Spec
 from harness.spec.yaml12 import Document, Loc
 
+_SAMPLING = "; decoding is greedy, because byte identity says nothing about sampled or reweighted tokens: remove it"
+_ONE = "; one sequence on one device at a time: remove it"
+_BLOCK = "; block_size is it: the carried token plus the drafts, so one more than a number of drafts"
+_TEXT = "; only token ids are compared and only stop ids end a text: remove it"
+_BOS = "; every prompt begins with one <bos>, and `form` says whether the chat template is used: remove it"
+_GREEDY_NAMES = ("top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_TEXT_NAMES = ("logprobs", "prompt_logprobs", "stop", "grammar", "json_schema", "tools", "reasoning", "logit_bias")
+NOT_HERE: dict[str, str] = {
+    **dict.fromkeys((*_GREEDY_NAMES, "do_sample", "n"), _SAMPLING),
+    **dict.fromkeys(("tensor_parallel", "data_parallel", "pipeline_parallel", "slots", "parallel", "streams"), _ONE),
+    **dict.fromkeys(("num_speculative_tokens", "draft_tokens", "num_draft_tokens", "block", "K"), _BLOCK),
+    **dict.fromkeys(_TEXT_NAMES, _TEXT),
+    **dict.fromkeys(("bos", "add_bos", "chat_template"), _BOS),
+    **dict.fromkeys(("ctx", "context"), "; the context is the checkpoint's max_position_embeddings: remove it"),
+}
+"""Keys that other programs have and this one refuses on purpose, with what to do instead."""
+
 _TAGS = {*CHECK_MODELS, "env_axis", "field_axis"}
 
 
@@ -47,7 +64,7 @@ def _problem(details: dict[str, Any], document: Document) -> Problem:
     kind, found, context = details["type"], details["input"], details.get("ctx") or {}
     if kind == "extra_forbidden":
         known = sorted(_keys(full[:-1]))
-        hint = nearest(name, known) or f"; known keys: {', '.join(known)}"
+        hint = NOT_HERE.get(name) or nearest(name, known) or f"; known keys: {', '.join(known)}"
         return document.problem(loc, f"unknown key '{name}'{hint}", key=True)
     if kind == "missing":
         return document.problem(loc[:-1], f"missing key '{name}'" + (f" in {where(loc[:-1])}" if loc[:-1] else ""))

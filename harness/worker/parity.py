@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.margin import margin_at
+from engine.requests import GenerationRequest
 from engine.stats import Generation, distinct_tokens
 from harness.record.lines import ComparisonLine
 from harness.worker.bench import Bench, Output, PromptInput, rounds_of, send_decision, sha256_ids
@@ -28,8 +30,19 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
         classic = bench.classic(request, stage)
         for offset, block_size in enumerate(engaged):
             out.progress(index * len(engaged) + offset, total, f"{prompt.name}, block size {block_size}")
-            out.line(compare(bench, out.case, prompt, block_size, classic, bench.mtp(request, block_size, stage)))
+            line = compare(bench, out.case, prompt, block_size, classic, bench.mtp(request, block_size, stage))
+            out.line(line.model_copy(update={"margin": margin(bench, request, classic, line, stage)}))
     return {}
+
+
+def margin(
+    bench: Bench, request: GenerationRequest, classic: Generation, line: ComparisonLine, stage: str
+) -> float | None:
+    """How sure classic decode was of the first token that differs; None when none does, or one output merely ends."""
+    index = line.first_difference
+    if index is None or index >= len(classic.tokens):
+        return None
+    return margin_at(bench.at(stage).target, request, classic.tokens, index, bench.prefill_chunk)
 
 
 def compare(

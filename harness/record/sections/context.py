@@ -40,7 +40,8 @@ def _model_words(model: dict[str, Any]) -> str:
     hashes: dict[str, Any] = fingerprint if isinstance(fingerprint, dict) else {"sha256": fingerprint}
     parts = [str(model[key]) for key in ("name", "quantization") if model.get(key)]
     parts += [f"{model['bytes'] / 1e6:.1f} MB loaded"] if isinstance(model.get("bytes"), int) else []
-    for key, word in (("sha256", "SHA-256"), ("index_sha256", "index SHA-256"), ("config_sha256", "config SHA-256")):
+    words = {"sha256": "SHA-256", "index_sha256": "index SHA-256", "config_sha256": "config SHA-256"}
+    for key, word in {**words, "text_sha256": "tokenizer and template SHA-256"}.items():
         parts += [f"{word} {hashes[key][:12]}"] if isinstance(hashes.get(key), str) else []
     return ", ".join(parts) or "not recorded"
 

@@ -41,8 +41,10 @@ def _how(found: list[KernelFigures]) -> str:
     timed = "the host's clock, launches included" if clocks == {"host"} else "replays of CUDA graphs"
     return (
         f"Times are medians per call of {timed}, calls following one another over rotated copies of the weights or "
-        "caches; ours are dependent launches, as in decode, peers launch as they ship. MB and GB/s count what our "
-        "kernel must read. *Of stream* is that rate over the read-only stream's of the same repeats. Errors are "
+        "caches; ours are dependent launches, as in decode, peers launch as they ship. Our products begin with "
+        "activations that their producer made ready and end with partial sums that the next kernel adds up; peers' "
+        "begin and end with bf16. MB and GB/s count what our kernel must read. *Of stream* is that rate over the "
+        "read-only stream's of the same repeats. Errors are "
         "||out - ref|| / ||ref|| against float64: of a product before its output is rounded, of attention after. "
         "A shape with a differing byte states no figure."
     )
