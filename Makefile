@@ -31,7 +31,7 @@ test-all: $(VENV)/.dev ## everything, also what is marked slow
 	$(TEST)
 
 check: lint types contracts ## lint, types, import contracts, schema drift, record drift
-	$(BIN)/harness check specs/*.yaml
+	$(BIN)/harness check --strict specs/*.yaml
 	$(BIN)/harness schema --check
 	$(BIN)/harness report --check
 

@@ -27,12 +27,16 @@ checks:
   # Block equals chain, byte for byte; the long draw wraps the sliding window.
   - {{kind: exactness_probe, id: probe, draws: [8, 8, 8, 1056]}}
 
-  # MTP's text against classic decode's.
+  # MTP's text against classic decode's. Acceptance is each prompt's own, so take several kinds.
+  # lint: allow horizon: short prompts to start with; add a prompt nearly as long as the window
   - kind: greedy_parity
     id: parity
     prompts:
-      - {{text: "Write a function that retries a call with a growing pause.", form: chat, name: retry}}
-    max_tokens: 64
+      - {{text: "Write a function that retries a call with a growing pause.", form: chat, name: code}}
+      - {{text: "Why does the sea look blue on some days and grey on others?", form: chat, name: prose}}
+      - {{text: "List ten things to check before a release.", form: chat, name: list}}
+    max_tokens: 128
+    ignore_stop: true
     block_sizes: [2, 4, 8]
 
   # Speed, between classic brackets; slow, so left out of the short test run.
