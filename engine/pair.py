@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,13 @@ def _describe(checkpoint: Checkpoint, resident_bytes: int) -> dict[str, Any]:
     if section is not None:
         bits = {section.bits, *(entry[0] for entry in section.overrides.values() if entry)}
         quantization = "/".join(f"{b}-bit" for b in sorted(bits)) + f" affine, group {section.group_size}"
-    return {
+    described = {
         "name": checkpoint.name,
         "fingerprint": checkpoint.fingerprint(),
         "bytes": resident_bytes,
         "quantization": quantization,
     }
+    origin = checkpoint.config.get("grown_from")
+    if isinstance(origin, Mapping) and isinstance(origin.get("pair"), str):
+        described["origin"] = origin["pair"]  # a record must say that these are nobody's released weights
+    return described

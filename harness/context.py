@@ -21,11 +21,12 @@ from harness.checks.base import Judgement
 from harness.checks.registry import get
 from harness.errors import CheckFailed, GateError, HarnessError, RunError
 from harness.events import RunEvent
+from harness.grown import Grower
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child
 from harness.protocol import AnyEvent, LogEvent, Progress, RawLine, Setup
 from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine
 from harness.spec.plan import Case, child_key
-from harness.spec.resolve import find_checkpoint, missing_checkpoints, models_root
+from harness.spec.resolve import growable, missing_checkpoints, models_root, pair_folders
 
 MAX_CHILDREN = 4  # loaded at once; an arm with flags of its own needs a second one beside classic's
 ChildKey = tuple[str, str, str, tuple[tuple[str, str], ...]]
@@ -49,6 +50,7 @@ class RunContext:
         lock_dir: Path | None = None,
         locked: Iterable[str] = (),
         threads: int | None = None,
+        grower: Grower | None = None,
     ) -> None:
         """`device` None: CUDA for a spec that requires it, else the CPU. `earlier`: the lines of a resumed record."""
         self.log_dir = log_dir
@@ -63,6 +65,8 @@ class RunContext:
         self._lock_dir = lock_dir
         self._locked = set(locked)  # devices whose lock the caller holds, or a case of this run
         self._threads = threads
+        self._grower = grower or Grower()
+        self._not_grown: dict[str, HarnessError] = {}  # by geometry; tried once
         self._children: dict[ChildKey, Child] = {}  # in order of last use
         self._names: dict[ChildKey, str] = {}
         self._machine: dict[str, Any] | None = None
@@ -109,6 +113,9 @@ class RunContext:
         """Tell whoever watches."""
         self._notify(RunEvent("progress", note, case.id, done, total))
 
+    def _note(self, text: str) -> None:
+        self._notify(RunEvent("note", text))
+
     def _notify(self, event: RunEvent) -> None:
         if self._on_event is not None:
             self._on_event(event)
@@ -137,9 +144,9 @@ class RunContext:
         """Skipped, or failed under `--require`, or None to go on."""
         if case.skip is not None:
             return Judgement("skipped", case.skip)
-        missing = [("weights", reason) for reason in missing_checkpoints(case.pair, case.folder, models_root())]
         try:
-            missing += self._lacking(case)
+            lacking = self._lacking(case)
+            missing = [("weights", reason) for reason in self._absent(case, fit=not lacking)] + lacking
         except HarnessError as error:
             return Judgement("error", str(error))
         demanded = [reason for what, reason in missing if what in self.require]
@@ -149,6 +156,28 @@ class RunContext:
         if missing:
             return Judgement("skipped", "; ".join(reason for _, reason in missing))
         return None
+
+    def _absent(self, case: Case, fit: bool) -> tuple[str, ...]:
+        """Reasons for checkpoints that are not here; a pair that may be grown is, on a GPU that is `fit` for it."""
+        root = models_root()
+        reasons = missing_checkpoints(case.pair, case.folder, root, real="weights" in self.require)
+        geometry, device = growable(case.pair, case.folder, root), self.device_of(case)
+        if not (reasons and geometry and fit and device.startswith("cuda")) or "weights" in self.require:
+            return reasons
+        if obstacle := self._grower.obstacle(geometry):
+            return tuple(f"{reason}; {obstacle}" for reason in reasons)
+        if geometry not in self._not_grown:
+            try:
+                self._grower.grow(geometry, device, self.log_dir / f"grow-{geometry}.log", self._note)
+                return ()
+            except HarnessError as error:
+                self._not_grown[geometry] = error
+        raise self._not_grown[geometry]
+
+    def provide(self, cases: Sequence[Case]) -> None:
+        """Grow the pair that the cases need, where it is not here; what stands in the way is each case's outcome."""
+        for case in cases[:1]:
+            self._precondition(case)
 
     def _lacking(self, case: Case) -> list[tuple[str, str]]:
         """What the machine lacks for a case: a word for `--require`, and the reason."""
@@ -216,8 +245,7 @@ class RunContext:
         if case.pair is None:
             return (self.device_of(case), "", "", child_key(env))
         root = models_root()
-        folders = (find_checkpoint(ref.path, case.folder, root) for ref in (case.pair.target, case.pair.drafter))
-        target, drafter = (str(folder) for folder in folders)
+        target, drafter = (str(folder) for folder in pair_folders(case.pair, case.folder, root))
         return (self.device_of(case), target, drafter, child_key(env))
 
     def child(self, case: Case, env: Mapping[str, str | None]) -> Child:
@@ -293,7 +321,7 @@ class RunContext:
 
     def _hear(self, event: AnyEvent) -> None:
         if isinstance(event, LogEvent):
-            self._notify(RunEvent("note", event.message))
+            self._note(event.message)
 
     def release(self, wanted: Iterable[ChildKey]) -> None:
         """Close the children that no further case needs."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness import gate
@@ -25,7 +25,7 @@ from harness.record.privacy import Scrubber
 from harness.spec.load import LoadedSpec
 from harness.spec.model import CheckpointRef
 from harness.spec.plan import Case
-from harness.spec.resolve import find_checkpoint, models_root, prompt_text
+from harness.spec.resolve import models_root, pair_folders, prompt_text
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "pydantic", "scipy", "matplotlib")
@@ -51,7 +51,8 @@ def environment(
     loaded: LoadedSpec, cases: Sequence[Case], *, device: str, command: str, gpu: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Everything env.json holds. `fingerprint` covers what a figure depends on, not when or how it was asked for."""
-    root, pair = models_root(), loaded.spec.pair
+    pair, root = loaded.spec.pair, models_root()
+    folders = dict(zip(("target", "drafter"), pair_folders(pair, loaded.folder, root), strict=True)) if pair else {}
     refs = {"target": pair.target, "drafter": pair.drafter} if pair is not None else {}
     env: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -61,7 +62,7 @@ def environment(
         "spec": {"path": loaded.id_path, "sha256": loaded.sha256},
         "prompts": prompt_hashes(cases),
         "source": source(),
-        "checkpoints": {role: checkpoint(ref, loaded.folder, root) for role, ref in refs.items()},
+        "checkpoints": {role: checkpoint(ref, folders[role]) for role, ref in refs.items()},
         **machine(),
         "env": {name: os.environ[name] for name in THREAD_SETTINGS if name in os.environ},
     }
@@ -185,13 +186,15 @@ def _git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def checkpoint(ref: CheckpointRef, folder: Path, root: Path | None) -> dict[str, Any] | None:
-    """A checkpoint's name, file sizes and the hashes of config, index, weights and text files; None when not here."""
-    path = find_checkpoint(ref.path, folder, root)
+def checkpoint(ref: CheckpointRef, path: Path | None) -> dict[str, Any] | None:
+    """A checkpoint's name, file sizes and the hashes of config, index, weights and text files; None when not here.
+
+    The name is the spec's; that of a grown pair is its folder's, which says what it is.
+    """
     if path is None:
         return None
     return {
-        "name": ref.path,
+        "name": ref.path if path.name == PurePosixPath(ref.path).name else path.name,
         "files": {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))},
         "config_sha256": _sha256(path / "config.json"),
         "index_sha256": _sha256(path / "model.safetensors.index.json"),

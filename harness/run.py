@@ -142,6 +142,7 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
             with context:
                 command = options.command or provenance.command_line()
                 gpu = context.gpu() if device.startswith("cuda") else None
+                context.provide(cases)  # before env.json names the pair's files
                 env = provenance.environment(loaded, cases, device=device, command=command, gpu=gpu)
                 if resumed is not None:
                     resumed.check(env)

@@ -12,7 +12,7 @@ from harness.errors import RunError, UsageError
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child, stray_flags
 from harness.protocol import AnyEvent, Setup, Text
 from harness.spec.load import LoadedSpec
-from harness.spec.resolve import find_checkpoint, missing_checkpoints, models_root
+from harness.spec.resolve import missing_checkpoints, models_root, pair_folders
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ def try_prompt(
     missing = missing_checkpoints(spec.pair, loaded.folder, root)
     if missing:
         raise RunError("; ".join(missing))
-    folders = [find_checkpoint(ref.path, loaded.folder, root) for ref in (spec.pair.target, spec.pair.drafter)]
-    target, drafter = (folder for folder in folders if folder is not None)
+    target, drafter = (folder for folder in pair_folders(spec.pair, loaded.folder, root) if folder is not None)
     where = device or ("cuda" if spec.requires.cuda else "cpu")
     gate.check_memory((target, drafter), where)
     chosen = threads or gate.default_threads((target, drafter), where)

@@ -1,6 +1,7 @@
 """Where a spec's files are: prompts beside it, checkpoints beside it or under $HARNESS_MODELS.
 
-Reads the file system and the environment, nothing else; no file outside the two roots is ever named.
+Reads the file system and the environment, nothing else; no file outside its roots is ever named. A pair that was
+grown in place of missing checkpoints is found in the cache.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from harness import grown
 from harness.spec.model import CheckpointRef, Pair, Prompt
 
 MODELS_VARIABLE = "HARNESS_MODELS"
@@ -47,14 +49,34 @@ def missing_reason(ref: CheckpointRef, folder: Path, root: Path | None) -> str |
     state = "not set" if root is None else "not in that folder" if root.is_dir() else "that folder does not exist"
     reason = f"needs checkpoint {ref.path} beside the spec or under ${MODELS_VARIABLE} ({state})"
     if ref.otherwise is not None:
-        grow = ref.otherwise.grow
-        reason += f"; it could be grown to {grow} geometry, but this build cannot grow pairs on this machine (no CUDA)"
+        reason += f"; a machine with CUDA has it grown to {ref.otherwise.grow} geometry from nano"
     return reason
 
 
-def missing_checkpoints(pair: Pair | None, folder: Path, root: Path | None) -> tuple[str, ...]:
-    """Reasons for the target, then the drafter; empty when both are there, and without a pair."""
+def growable(pair: Pair | None, folder: Path, root: Path | None) -> str | None:
+    """The geometry that a missing pair is grown to. None where a checkpoint is there: a real one gets no grown mate."""
     if pair is None:
+        return None
+    wanted = {ref.otherwise.grow if ref.otherwise is not None else None for ref in (pair.target, pair.drafter)}
+    if len(wanted) > 1 or any(find_checkpoint(ref.path, folder, root) for ref in (pair.target, pair.drafter)):
+        return None
+    return wanted.pop()
+
+
+def pair_folders(pair: Pair, folder: Path, root: Path | None) -> tuple[Path | None, Path | None]:
+    """Folders of the target and the drafter: the spec's own, else those of a grown pair that is cached, else None."""
+    geometry = growable(pair, folder, root)
+    if geometry is not None and (cached := grown.existing(geometry)) is not None:
+        return cached
+    return find_checkpoint(pair.target.path, folder, root), find_checkpoint(pair.drafter.path, folder, root)
+
+
+def missing_checkpoints(pair: Pair | None, folder: Path, root: Path | None, *, real: bool = False) -> tuple[str, ...]:
+    """Reasons for the target, then the drafter; empty when both are there, and without a pair.
+
+    A grown pair that is cached counts, unless they must be `real`.
+    """
+    if pair is None or (not real and all(pair_folders(pair, folder, root))):
         return ()
     reasons = (missing_reason(ref, folder, root) for ref in (pair.target, pair.drafter))
     return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))

@@ -32,6 +32,10 @@ def _warnings(record: Record) -> list[str]:
         )
     if record.inexact:
         found.append("> **Inexact**: the probe failed and MTP engaged by override; nothing here shows exactness.")
+    if origin := next((str(child.target["origin"]) for child in record.children if child.target.get("origin")), ""):
+        found.append(
+            f"> **{cell(origin.rstrip('.'))}**: shapes and cost are the real model's, text is the nano pair's."
+        )
     if not record.complete:
         done, total = sum(case.finished for case in record.cases), len(record.cases) + len(record.not_run)
         found.append(
