@@ -139,11 +139,11 @@ def test_a_record_is_not_resumed_under_another_chat_template(tmp_path: Path) -> 
     """Half a run before the revision and half after it would be one record; parent and child hash the same files."""
     folder = broken.copy_pair(tmp_path).target
     ref = CheckpointRef(path=folder.name)
-    before = provenance.checkpoint(ref, tmp_path, None)
+    before = provenance.checkpoint(ref, folder)
     assert before is not None
     assert before["text_sha256"] == open_checkpoint(folder).fingerprint()["text_sha256"]
     (folder / "chat_template.jinja").write_text("{{ bos_token }}x", encoding="utf-8")
-    after = provenance.checkpoint(ref, tmp_path, None)
+    after = provenance.checkpoint(ref, folder)
     assert after is not None
     assert after["text_sha256"] == open_checkpoint(folder).fingerprint()["text_sha256"]
     envs = ({"checkpoints": {"target": found}} for found in (before, after))
