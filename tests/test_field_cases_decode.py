@@ -99,6 +99,7 @@ def facts_of_a_fresh_process(tmp_path: Any, number: int) -> tuple[Any, ...]:
     return digests[0], data["sha256"], data["tokens"], tuple(data["accepted_per_round"])
 
 
+@pytest.mark.slow
 def test_fresh_processes_agree_in_logits_ids_and_counters(tmp_path: Any) -> None:
     """Some fresh processes once accepted nothing, others had equal ids and other logits: bytes are compared, apart."""
     assert facts_of_a_fresh_process(tmp_path, 1) == facts_of_a_fresh_process(tmp_path, 2)

@@ -40,7 +40,7 @@ def apart(mine: Run, nano: Run) -> float:
     return max(distance(mine.logits, nano.logits), distance(mine.draft_logits, nano.draft_logits))
 
 
-@pytest.mark.parametrize("name", ["code", "docs", "list"])
+@pytest.mark.parametrize("name", ["code", *(pytest.param(name, marks=pytest.mark.slow) for name in ("docs", "list"))])
 def test_text_and_acceptance_are_nanos(name: str) -> None:
     """Guards the whole embedding: 64 greedy tokens in fp32, and the drafter's acceptance within 10 %."""
     mine, nano = run(loaded("small", True), prompt(name), 64), nano_run(name, 64)
@@ -88,7 +88,12 @@ FAULTS: dict[str, tuple[object, str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("RoPE elements not spread", "norm weights not scaled", "embedding factor 1")
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
+)
 def test_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison's power: every step of the recipe, left out, is far beyond the tolerance."""
     where, name, wrong = FAULTS[fault]
