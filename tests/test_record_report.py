@@ -134,10 +134,10 @@ def test_a_checkout_with_crlf_passes(paths: RecordPaths) -> None:
 
 def test_personal_paths_in_a_committed_record_fail_the_check(paths: RecordPaths) -> None:
     """Prose and logs are written by people and programs that do not scrub."""
-    edit(paths.page, "<!-- What you write", "Run in /home/ann/models.\n\n<!-- What you write")
+    edit(paths.page, "<!-- What you write", "Run in /home/user/models.\n\n<!-- What you write")
     (paths.logs / "more.log").write_text("/Users/bob/x\n", encoding="utf-8")
     problems = check(paths.page)
-    assert [problem.rsplit(" ", 1)[1] for problem in problems] == ["/home/ann", "/Users/bob"]
+    assert [problem.rsplit(" ", 1)[1] for problem in problems] == ["/home/user", "/Users/bob"]
 
 
 # ---- plots ----------------------------------------------------------------------------------------------------------

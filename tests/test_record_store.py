@@ -183,13 +183,13 @@ def test_nothing_personal_is_written(tmp_path: Path) -> None:
     start, *rest = support.run_lines()
     store.append(start.model_copy(update={"command": f"{here}/.venv/bin/harness run --out {home}/records"}))
     for line in rest:
-        reason = f"see {home}/x and /home/somebody/models/a"
+        reason = f"see {home}/x and /home/user/models/a"
         store.append(line.model_copy(update={"reason": reason}) if isinstance(line, CaseLine) else line)
     (store.logs / "default.log").write_text(
         f'File "{here}/engine/target.py", line 3\n{home}/.cache\n', encoding="utf-8"
     )
     store.finish()
-    names = {home, here, "/home/somebody"}
+    names = {home, here, "/home/user"}
     words = {getpass.getuser(), socket.gethostname().partition(".")[0]}
     given = support.SPEC_TEXT + str(support.ENV) + "".join(line.model_dump_json() for line in support.run_lines())
     for file in sorted(tmp_path.rglob("*")):
@@ -205,9 +205,9 @@ def test_nothing_personal_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("/home/ann/x", ["/home/ann"]),
-        ('{"p": "C:\\\\Users\\\\bob\\\\x"}', ["C:\\\\Users\\\\bob"]),
-        ("/Users/eve and /root/models", ["/Users/eve", "/root"]),
+        ("/home/user/x", ["/home/user"]),
+        ('{"p": "C:\\\\Users\\\\user\\\\x"}', ["C:\\\\Users\\\\user"]),
+        ("/Users/user and /root/models", ["/Users/user", "/root"]),
         ("the root mean square of /homely/data", []),
     ],
 )
@@ -219,6 +219,6 @@ def test_personal_paths_of_any_system_are_seen(text: str, found: list[str]) -> N
 
 def test_scrubbing_touches_whole_folders_only() -> None:
     """`/srv/repo2` is not inside `/srv/repo`, and a short root must not eat words."""
-    scrub = Scrubber("/srv/repo", "/srv/home/me").scrub
+    scrub = Scrubber("/srv/repo", "/srv/home/user").scrub
     assert scrub("/srv/repo/specs/x.yaml in /srv/repo2 at /srv/repo") == "specs/x.yaml in /srv/repo2 at ."
-    assert scrub("/srv/home/me/a /srv/home/metoo/a") == "~/a /srv/home/metoo/a"
+    assert scrub("/srv/home/user/a /srv/home/user2/a") == "~/a /srv/home/user2/a"

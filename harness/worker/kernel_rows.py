@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.record.lines import CheckLine
 from harness.worker import kernel_api
 from harness.worker.bench import Bench, Output
 from harness.worker.kernel_attention import MARGIN
 from harness.worker.kernel_geometry import GEOMETRIES, KernelGeometry, KernelLayer
 from harness.worker.kernel_qmv import random_codes
-from harness.worker.row_identity import Subject, compare
+from harness.worker.row_identity import Subject, compare, send_difference
 from kernels import MAX_ROWS
 
 EPS = 1e-6
@@ -72,17 +71,7 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
         for subject in SUBJECTS[op](setting):
             out.progress(done, len(args["ops"]), f"{op}: {subject.name}")
             x = setting.random(MAX_ROWS, *subject.shape).to(torch.bfloat16)
-            difference = compare(subject, x, rows)
-            out.line(
-                CheckLine(
-                    case=out.case,
-                    name=f"{op}: {subject.name}",
-                    passed=difference is None,
-                    expected="equal bytes",
-                    found="equal bytes" if difference is None else str(difference),
-                    differing_bytes=difference.differing if difference is not None else 0,
-                )
-            )
+            send_difference(out, f"{op}: {subject.name}", compare(subject, x, rows))
     return {}
 
 

@@ -62,18 +62,22 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
     for done, (op, subject) in enumerate(found):
         out.progress(done, len(found), f"{op}: {subject.name}")
         x = torch.randn(MAX_ROWS, *subject.shape, generator=generator).to(dtype=target.dtype, device=target.device)
-        difference = compare(subject, x, rows)
-        out.line(
-            CheckLine(
-                case=out.case,
-                name=f"{op}: {subject.name}",
-                passed=difference is None,
-                expected="equal bytes",
-                found="equal bytes" if difference is None else str(difference),
-                differing_bytes=difference.differing if difference is not None else 0,
-            )
-        )
+        send_difference(out, f"{op}: {subject.name}", compare(subject, x, rows))
     return {}
+
+
+def send_difference(out: Output, name: str, difference: Difference | None) -> None:
+    """One op on one shape as a statement."""
+    out.line(
+        CheckLine(
+            case=out.case,
+            name=name,
+            passed=difference is None,
+            expected="equal bytes",
+            found="equal bytes" if difference is None else str(difference),
+            differing_bytes=difference.differing if difference is not None else 0,
+        )
+    )
 
 
 def differing_ops(target: Target, rows: int, seed: int = 0) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from harness.record.kernel_plot import plot_name
 from harness.record.model import CaseRecord, KernelFigures, Record
@@ -53,49 +53,46 @@ def _how(found: list[KernelFigures]) -> str:
 def _products(found: list[KernelFigures]) -> str:
     if not found:
         return ""
-    columns = ["Matrix", "K x N", ">MB", *_time_columns(found), ">GB/s", ">Of stream", ">M=8 / M=1"]
-    columns += [">4 x M=1 / M=4", ">Error", ">Differing bytes", ">Null"]
-    rows = []
-    for kernel in found:
-        rows.append(
-            [
-                cell(kernel.name),
-                cell(kernel.shape),
-                f"{kernel.nbytes / 1e6:.1f}",
-                *_times(kernel, found),
-                *_rates(kernel),
-                _value(kernel, kernel.m8_over_m1, ".3f"),
-                _value(kernel, kernel.four_over_one, ".2f"),
-                _value(kernel, kernel.rel_error, ".1e"),
-                _bytes(kernel),
-                percent_range(kernel.null_range or ()),
-            ]
-        )
-    return "### Products\n\n" + table(columns, rows)
+    ratios: Ratios = (
+        ("M=8 / M=1", ".3f", lambda kernel: kernel.m8_over_m1),
+        ("4 x M=1 / M=4", ".2f", lambda kernel: kernel.four_over_one),
+    )
+    return "### Products\n\n" + _figures(("Matrix", "K x N"), ratios, found)
 
 
 def _attention(found: list[KernelFigures]) -> str:
     if not found:
         return ""
-    columns = ["Layer", "Shape", ">MB", *_time_columns(found), ">GB/s", ">Of stream", ">M=4 / M=1", ">M=8 / M=1"]
+    ratios: Ratios = (
+        ("M=4 / M=1", ".3f", lambda kernel: kernel.m4_over_m1),
+        ("M=8 / M=1", ".3f", lambda kernel: kernel.m8_over_m1),
+    )
+    return "### Attention\n\n" + _figures(("Layer", "Shape"), ratios, found)
+
+
+Ratios = tuple[tuple[str, str, Callable[[KernelFigures], float | None]], ...]
+"""Columns of a table: heading, format, value."""
+
+
+def _figures(names: tuple[str, str], ratios: Ratios, found: list[KernelFigures]) -> str:
+    """A line for each shape: times, rates, these ratios, error, bytes, null range."""
+    columns = [*names, ">MB", *_time_columns(found), ">GB/s", ">Of stream", *(f">{name}" for name, _, _ in ratios)]
     columns += [">Error", ">Differing bytes", ">Null"]
-    rows = []
-    for kernel in found:
-        rows.append(
-            [
-                cell(kernel.name),
-                cell(kernel.shape),
-                f"{kernel.nbytes / 1e6:.1f}",
-                *_times(kernel, found),
-                *_rates(kernel),
-                _value(kernel, kernel.m4_over_m1, ".3f"),
-                _value(kernel, kernel.m8_over_m1, ".3f"),
-                _value(kernel, kernel.rel_error, ".1e"),
-                _bytes(kernel),
-                percent_range(kernel.null_range or ()),
-            ]
-        )
-    return "### Attention\n\n" + table(columns, rows)
+    rows = [
+        [
+            cell(kernel.name),
+            cell(kernel.shape),
+            f"{kernel.nbytes / 1e6:.1f}",
+            *_times(kernel, found),
+            *_rates(kernel),
+            *(_value(kernel, value(kernel), form) for _, form, value in ratios),
+            _value(kernel, kernel.rel_error, ".1e"),
+            _bytes(kernel),
+            percent_range(kernel.null_range or ()),
+        ]
+        for kernel in found
+    ]
+    return table(columns, rows)
 
 
 def _peers(found: list[KernelFigures]) -> str:
