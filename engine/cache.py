@@ -64,6 +64,10 @@ class LayerCache(ABC):
         """Drop the newest n rows; EngineError when that would uncover rows that are gone."""
 
     @abstractmethod
+    def touched(self, count: int) -> None:
+        """A kernel has written `count` rows past the last one, which nobody will keep."""
+
+    @abstractmethod
     def copy_rows(self, other: Self) -> None:
         """Hold what another cache of the same kind and shape holds, in this one's own buffer."""
 
@@ -143,6 +147,9 @@ class LinearCache(LayerCache):
             grown[:, :, : self.length] = self.kv[:, :, : self.length]
             self.kv = grown
 
+    def touched(self, count: int) -> None:
+        """Nothing is lost: the next rows are written over them."""
+
     def copy_rows(self, other: Self) -> None:
         """The rows alone; the buffers may differ in size."""
         self.length = 0
@@ -213,6 +220,10 @@ class RingCache(LayerCache):
         """The ring is always whole; only the length moves."""
         self._advance(self.length + count)
 
+    def touched(self, count: int) -> None:
+        """The rows whose slots they took are gone."""
+        self.high_water = max(self.high_water, self.length + count)
+
     def copy_rows(self, other: Self) -> None:
         """The whole ring: rows older than the window may come back by a rollback."""
         self.kv.copy_(other.kv)
@@ -238,10 +249,10 @@ class RingCache(LayerCache):
 
     def rollback(self, n: int) -> None:
         """Drop the newest n rows; after a wrap at most the margin's 7 of the last block."""
-        length = self.length - n
+        length = self.length - n  # every round asks every layer, between two launches: few attributes, no calls
         if n < 0 or length < 0:
             raise EngineError(f"cache: cannot roll back {n} of {self.length} rows")
-        if self.oldest > max(0, length - self.window):
+        if self.high_water > self.slots and self.high_water - self.slots > length - self.window:
             raise EngineError(
                 f"cache: rolling back {n} rows to {length} needs position {max(0, length - self.window)},"
                 f" but the ring holds {self.oldest} and later; roll back at most {MARGIN} rows of the last block"

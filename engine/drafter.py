@@ -19,9 +19,10 @@ from engine.drafts import Drafts
 from engine.errors import EngineError, PairError
 from engine.fused import tables_upto
 from engine.fused_draft import DraftWeights, fused_draft
+from engine.kv import LentKV, SharedKV
 from engine.layers import LayerWeights, Run, rope_tables, run_layer
 from engine.room import IDS, Room
-from engine.target import LentKV, SharedKV, Target
+from engine.target import Target
 from engine.weights import drafter_tensors, layer_weights
 from kernels import Kernels, Linear, kernels_for
 

@@ -65,11 +65,12 @@ class Room:
         self.on_gpu = device.type == "cuda"
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device)
         self.sent = torch.zeros(CONTROL_WORDS, dtype=torch.int32, pin_memory=self.on_gpu)
-        self.found = torch.zeros(CONTROL_WORDS, dtype=torch.int32, pin_memory=self.on_gpu)
+        self.found = [torch.zeros(CONTROL_WORDS, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(2)]
         self.vector = torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=device)
-        self._arrived = torch.cuda.Event() if self.on_gpu else None  # type: ignore[no-untyped-call]
+        self._arrived: list[Any] = []
         self._marks: list[Any] = []
         if self.on_gpu:
+            self._arrived = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
             self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self.drafted: object | None = None
 
@@ -114,7 +115,9 @@ class Room:
         """The recording under this key, made now where there is none."""
         found = self.recordings.get(key)
         if found is None:
+            words = self.control.clone()
             found = self.recordings[key] = self.rooms.recorder.record(run)
+            self.control.copy_(words)  # recording has run it once
         return found
 
     def send(self, tokens: Sequence[int], position: int) -> None:
@@ -125,17 +128,22 @@ class Room:
         words[POSITION], words[DRAFT_POSITION] = position, position - 1
         self.control[:BEST].copy_(self.sent[:BEST], non_blocking=True)
 
-    def fetch(self) -> None:
-        """Start the control words' way to the host, behind all that was launched so far."""
-        self.found.copy_(self.control, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
+    def advance(self) -> None:
+        """On the device: the greedy token of row 0 is the next block's first, one position on."""
+        self.ids[:1].copy_(self.best[:1])
+        self.position.add_(1)
 
-    def wait(self) -> list[int]:
-        """The control words of the last `fetch`, once they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        words: list[int] = self.found.tolist()
+    def fetch(self, slot: int = 0) -> None:
+        """Start the control words' way to the host, behind all that was launched so far; two may be on their way."""
+        self.found[slot].copy_(self.control, non_blocking=True)
+        if self._arrived:
+            self._arrived[slot].record()
+
+    def wait(self, slot: int = 0) -> list[int]:
+        """The control words of the last `fetch` of this slot, once they are there."""
+        if self._arrived:
+            self._arrived[slot].synchronize()
+        words: list[int] = self.found[slot].tolist()
         return words
 
     def mark(self, end: int) -> None:

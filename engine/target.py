@@ -19,11 +19,12 @@ from engine.attention import attend_prefill, attend_step
 from engine.cache import CacheSet, new_caches
 from engine.capture import FINAL_KIND, Capture
 from engine.checkpoint import Checkpoint
-from engine.config import Kind, TargetConfig
+from engine.config import TargetConfig
 from engine.dispatch import DispatchPolicy
 from engine.drafts import DraftedBlock
 from engine.errors import EngineError
 from engine.fused import Choice, FusedOutput, FusedWeights, Tables, fused_step, tables_upto
+from engine.kv import LentKV, SharedKV
 from engine.layers import LayerWeights, Run, padded_ids, rope_tables, run_layer
 from engine.room import BEST, IDS, ROOM_STEP, CudaRecorder, Recorder, Room, Rooms
 from engine.weights import layer_weights, target_tensors
@@ -39,42 +40,6 @@ class StepOutput:
     logits: Tensor
     hidden: Tensor
     argmax: list[int]
-
-
-@dataclass(frozen=True)
-class SharedKV:
-    """Committed K and V, each [Hkv, K, D], of the last sliding (at most a window) and the last full layer.
-
-    `length` is the number of committed positions. The tensors may be views into the caches: use them before
-    the next step.
-    """
-
-    sliding: tuple[Tensor, Tensor]
-    full: tuple[Tensor, Tensor]
-    length: int
-
-
-class LentKV:
-    """The same, where it lies: a drafter that reads the cache buffers itself never cuts a tensor out of them."""
-
-    def __init__(self, caches: CacheSet, sliding_layer: int, full_layer: int) -> None:
-        self.caches = caches
-        self.layers: dict[Kind, int] = {"sliding": sliding_layer, "full": full_layer}
-        self.length = caches.length
-
-    @property
-    def sliding(self) -> tuple[Tensor, Tensor]:
-        """K and V of the last sliding layer, oldest first, at most a window."""
-        return self._rows("sliding")
-
-    @property
-    def full(self) -> tuple[Tensor, Tensor]:
-        """K and V of the last full layer."""
-        return self._rows("full")
-
-    def _rows(self, kind: Kind) -> tuple[Tensor, Tensor]:
-        kv = self.caches[self.layers[kind]].committed()
-        return kv[0], kv[1]
 
 
 class Target:
@@ -237,13 +202,21 @@ class Target:
             plain or any(policy.attention(rows, kind, decode) != "row" for kind in self._tables)
         )
 
+    def _choice(self, rows: int, decode: bool) -> Choice:
+        """What dispatch decides for a step that has fused ops."""
+        geglu = {bits: self.policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
+        return Choice(self.policy.linear(rows) == "per_row", geglu)
+
+    def _recorded(self, rows: int, decode: bool, caches: CacheSet) -> Room | None:
+        """The room over which a step of so many rows runs as a recording, or None."""
+        return caches.room if self.policy.flags.use_cuda_graphs and self._fusable(rows, decode) else None
+
     def _fused_step(self, tokens: Sequence[int], caches: CacheSet, decode: bool) -> StepOutput:
         """The same step in few launches, as a recording where the caches have a room."""
-        rows = len(tokens)
-        geglu = {bits: self.policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
-        choice = Choice(self.policy.linear(rows) == "per_row", geglu)
-        if caches.room is not None and self.policy.flags.use_cuda_graphs:
-            return self._recorded_step(tokens, caches, caches.room, choice)
+        rows, choice = len(tokens), self._choice(len(tokens), decode)
+        room = self._recorded(rows, decode, caches)
+        if room is not None:
+            return self._recorded_step(tokens, caches, room, choice)
         first = caches.length
         caches.reserve(rows)
         ids = padded_ids(list(tokens), self.device).int()
@@ -252,22 +225,31 @@ class Target:
         found = self._launch(choice, ids, position, rows, kv, tables_upto(self._tables, first + MAX_ROWS), first + rows)
         return StepOutput(found.logits[:rows], found.hidden[:rows], found.ids[:rows].tolist())
 
-    def _recorded_step(self, tokens: Sequence[int], caches: CacheSet, room: Room, choice: Choice) -> StepOutput:
-        """Run the recording of a step of so many rows; it holds for every context that the room's buffers hold."""
-        rows, first = len(tokens), caches.length
-        max_keys = room.fit(caches, first + rows)
+    def _recording(
+        self, room: Room, choice: Choice, rows: int, max_keys: int, advance: bool
+    ) -> tuple[Callable[[], None], FusedOutput]:
+        """A step over a room's buffers for every context that they hold; with `advance`, of the token just found."""
 
         def run() -> tuple[FusedOutput, Tables]:
+            if advance:
+                room.advance()
             tables = tables_upto(self._tables, max_keys + MAX_ROWS)
             found = self._launch(choice, room.ids, room.position, rows, room.kv, tables, max_keys)
             room.best.copy_(found.ids)
             return found, tables  # the recording reads the tables, so it keeps them
 
+        geglu = tuple(sorted(choice.fused_geglu.items()))
+        replay, (found, _) = room.recorded(("step", rows, choice.per_row, geglu, advance, self.kernels.fused), run)
+        return replay, found
+
+    def _recorded_step(self, tokens: Sequence[int], caches: CacheSet, room: Room, choice: Choice) -> StepOutput:
+        """Run the recording of a step of so many rows."""
+        rows, first = len(tokens), caches.length
+        max_keys = room.fit(caches, first + rows)
         drafts = tokens.drafts if isinstance(tokens, DraftedBlock) else None
         if drafts is None or room.drafted is not drafts:
             room.send(list(tokens), first)
-        key = ("step", rows, choice.per_row, tuple(sorted(choice.fused_geglu.items())), self.kernels.fused)
-        replay, (found, _) = room.recorded(key, run)
+        replay, found = self._recording(room, choice, rows, max_keys, False)
         replay()
         room.fetch()
         # Copies: the recording's next run fills its own results anew.
@@ -277,6 +259,44 @@ class Target:
         if drafts is not None:
             drafts.found(words[IDS + 1 : IDS + rows])
         return StepOutput(logits, hidden, words[BEST : BEST + rows])
+
+    def chain(self, token: int, caches: CacheSet, count: int) -> Iterator[int]:
+        """Classic decode of `count` tokens after `token`, a step each time one is asked for.
+
+        As recordings, the next step is launched before the host has looked at the token of this one. Caches hold the
+        rows of what was taken, never of what ran ahead.
+        """
+        room = self._recorded(1, True, caches)
+        if room is not None:
+            yield from self._ahead(token, caches, room, count)
+            return
+        for _ in range(count):
+            token = self.step([token], caches, "classic").argmax[0]
+            yield token
+
+    def _ahead(self, token: int, caches: CacheSet, room: Room, count: int) -> Iterator[int]:
+        choice, slot, running, max_keys = self._choice(1, True), 0, False, 0
+        try:
+            for left in reversed(range(count)):
+                first = caches.length
+                with torch.inference_mode():
+                    if not running:
+                        max_keys = room.fit(caches, first + 1)
+                        room.send([token], first)
+                        self._recording(room, choice, 1, max_keys, False)[0]()
+                        room.fetch(slot)
+                    running = left > 0 and first + 2 <= max_keys  # buffers grow only when nothing is on its way
+                    if running:
+                        self._recording(room, choice, 1, max_keys, True)[0]()
+                        room.fetch(1 - slot)
+                    token = room.wait(slot)[BEST]
+                caches.reserve(1)
+                slot = 1 - slot
+                yield token
+        finally:
+            if running:
+                for layer in caches.layers:
+                    layer.touched(1)
 
     def _launch(
         self,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import check_operand, launch_options, release_consumers, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
 from kernels.repack import PackedWeight
 
 GROUPS_PER_PROGRAM = 8
@@ -56,7 +56,6 @@ def _embed(
     BITS: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One row, G groups of 64; what `kernels.repack` put where is undone here, element by element."""
-    release_consumers()
     row = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < groups

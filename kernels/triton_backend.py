@@ -17,11 +17,12 @@ from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Weight, reference
 from kernels.argmax import argmax as argmax_ids
 from kernels.argmax import head_argmax, softcap
 from kernels.embed import dense_rows, embed_rows
+from kernels.fused_norms import norm_rows, residual_norm_rows
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
-from kernels.rmsnorm import norm_rows, residual_norm_rows, rmsnorm
+from kernels.rmsnorm import rmsnorm
 from kernels.rope import head_norms_rope, rope_general, rope_row
 from kernels.rows import Rows, pack_rows, sum_partials
 from kernels.sdpa_vector import sdpa_rows, sdpa_vector, sdpa_vector_rows

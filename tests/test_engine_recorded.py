@@ -155,6 +155,27 @@ def test_drafts_stay_on_the_device_until_someone_looks(plain: Pair, recorded: Pa
     assert same_bytes(logits, rows)
 
 
+@interpreted
+def test_classic_decode_runs_one_step_ahead_and_keeps_no_row_of_it(recorded: Pair) -> None:
+    """Tokens, caches and a rollback afterwards as by single steps, also where the buffers grow on the way."""
+    target = recorded.target
+    ahead, alone = target.new_caches(), target.new_caches()
+    for caches in (ahead, alone):
+        target.prefill(PROMPT[: GROWTH - 2], caches)
+    token, expected = 7, []
+    for _ in range(3):
+        token = target.step([token], alone, "classic").argmax[0]
+        expected.append(token)
+    chain = target.chain(7, ahead, 4)
+    assert [next(chain) for _ in range(3)] == expected
+    chain.close()  # a stop token: the step that ran ahead is nobody's
+    assert ahead.first_difference(alone)[0] is None
+    ring = ahead[0]
+    assert isinstance(ring, RingCache)
+    assert ring.high_water == ahead.length + 1
+    assert target.step([7], ahead, "classic").argmax == target.step([7], alone, "classic").argmax
+
+
 @pytest.mark.slow
 @interpreted
 def test_a_step_between_drafting_and_verifying_does_not_change_the_block(recorded: Pair) -> None:
