@@ -292,6 +292,7 @@ class RunContext:
                 target=ready.target,
                 drafter=ready.drafter,
                 peak_memory_bytes=ready.peak_memory_bytes,
+                load_phases=ready.load_phases,
             )
             check_flags(name, env, ready.flags_requested, ready.flags_effective)
         except BaseException:

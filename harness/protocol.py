@@ -62,6 +62,7 @@ class Ready(Message):
     target: dict[str, Any] = Field(default_factory=dict)
     drafter: dict[str, Any] = Field(default_factory=dict)
     load_s: float = 0.0
+    load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase: device, open, read, prepare, ...
     peak_memory_bytes: int | None = None
 
 

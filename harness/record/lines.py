@@ -66,6 +66,7 @@ class ChildLine(Line):
     target: dict[str, Any] = Field(default_factory=dict)  # checkpoint name, fingerprint, bytes
     drafter: dict[str, Any] = Field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase of ready_s, the pair's part
 
 
 class DrawLine(Line):

@@ -23,6 +23,11 @@ def _rounded(value: float) -> float:
 Figure = Annotated[float, AfterValidator(_rounded)]
 
 
+def later(default: Any = None) -> Any:
+    """A field that came after the first records: left out of record.json where absent, so old ones keep their bytes."""
+    return Field(default=default, exclude_if=lambda value: value in (None, {}, ()))
+
+
 class Part(BaseModel):
     """Base of every part: unknown keys refused, frozen."""
 
@@ -242,6 +247,7 @@ class ChildRecord(Part):
     target: dict[str, Any]
     drafter: dict[str, Any]
     peak_memory_bytes: int | None
+    load_phases: dict[str, Figure] = later({})  # seconds by phase of ready_s
 
 
 class Record(Part):
