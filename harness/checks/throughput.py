@@ -63,7 +63,7 @@ def measure(case: Case, context: RunContext) -> None:
             case,
             "steps",
             prompt=prompts[(check.repeats - 1) % len(prompts)],
-            context_tokens=prompt_tokens + check.max_tokens // 2,
+            contexts=check.step_contexts or (prompt_tokens + check.max_tokens // 2,),
             block_sizes=sorted({arm.block_size for arm in check.arms if arm.block_size is not None}),
             samples=STEP_SAMPLES,
         )

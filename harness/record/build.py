@@ -25,6 +25,7 @@ from harness.record.lines import (
     DecisionLine,
     DrawLine,
     EndLine,
+    FloorLine,
     KernelLine,
     KernelShapeLine,
     Outcome,
@@ -58,6 +59,7 @@ CaseEvent = (
     | ComparisonLine
     | ArmLine
     | StepLine
+    | FloorLine
     | CheckLine
     | KernelShapeLine
     | PeerLine
@@ -225,7 +227,7 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         comparisons=tuple(build_comparison(event) for event in events if isinstance(event, ComparisonLine)),
         checks=tuple(CheckFigures(**check.model_dump(exclude={"line", "case"})) for check in checks),
         arms=arms,
-        steps=step_figures(step_lines, arms, withhold),
+        steps=step_figures(step_lines, arms, withhold, [event for event in events if isinstance(event, FloorLine)]),
         kernel=kernel,
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),

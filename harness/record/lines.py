@@ -156,6 +156,18 @@ class StepLine(Line):
     seconds: tuple[float, ...]
 
 
+class FloorLine(Line):
+    """What a classic step must read at a context, and how long this card takes to read so much: the byte floor."""
+
+    line: Literal["floor"] = "floor"
+    case: str
+    context_tokens: int
+    weight_bytes: int  # every matrix once, the LM head among them, as the kernels read it
+    kv_bytes: int  # keys and values that the new row sees, over all layers
+    stream_bytes: int  # of the buffer that the stream reads
+    stream_s: tuple[float, ...]  # seconds of one read of it, in the same run
+
+
 class CheckLine(Line):
     """One named yes-or-no statement of `geometry`, `row_identity` or `decline`."""
 
@@ -240,6 +252,7 @@ AnyLine = Annotated[
     | ComparisonLine
     | ArmLine
     | StepLine
+    | FloorLine
     | CheckLine
     | KernelShapeLine
     | PeerLine

@@ -155,6 +155,17 @@ class StepFigures(Part):
     predicted_speedup_unpadded: Figure | None  # against the unpadded classic step
     measured_speedup: Figure | None
     break_even_acceptance: Figure | None  # acceptance rate at which both arms take the same time
+    floor: FloorFigures | None = later()
+
+
+class FloorFigures(Part):
+    """The least time of a classic step: what it must read over the measured stream's rate."""
+
+    weight_bytes: int
+    kv_bytes: int
+    stream_gb_per_s: Figure  # median over repeats
+    floor_ms: Figure
+    floor_share: Figure | None  # floor / classic step
 
 
 class PeerFigures(Part):

@@ -281,6 +281,8 @@ class Throughput(Speculating):
     """Passes to throw away first."""
     smallest_effect: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Smallest change of interest, as a share (0.02 is 2 %)."""
+    step_contexts: tuple[Context, ...] = ()
+    """Contexts, in tokens, at which single steps are timed; default: the middle of the timed runs."""
     slow: bool = True
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
