@@ -10,6 +10,7 @@ from harness.spec import model as m
 from harness.spec.plan import Case, child_key
 
 WALK_STEPS = 2 * 128
+PEER_S = 45.0  # another engine: its imports, the same weights once more, a few tokens
 KERNEL_CASE_S = 8.0  # a shape on an H200, mostly the compilation of ours and the peers' kernels
 
 
@@ -96,9 +97,12 @@ def nominal_seconds(case: Case) -> float:
         case m.Throughput():
             slots = 2 + len(check.arms)
             runs = len(check.prompts or ()) * (1 + len(check.arms)) + (check.repeats + max(check.warmup - 1, 0)) * slots
-            return _probe_seconds(rates, (8, 8, 8), True) + runs * check.max_tokens * rates.step_s + 5.0
+            steps = sum(check.step_contexts) * (rates.step_s / 2 + rates.prefill_s) + 5.0
+            return _probe_seconds(rates, (8, 8, 8), True) + runs * check.max_tokens * rates.step_s + steps
         case m.KernelThroughput():
             return KERNEL_CASE_S
+        case m.PeerDecode():
+            return max(check.contexts) * (rates.step_s + rates.prefill_s) + PEER_S * len(check.peers)
         case m.Decline():
             tokens = 2 * len(check.prompts or ()) * check.max_tokens
             return _probe_seconds(rates, check.draws, False) + tokens * rates.step_s

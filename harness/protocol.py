@@ -20,6 +20,8 @@ JobKind = Literal[
     "parity",
     "generate",
     "steps",
+    "decode_ours",
+    "decode_peer",
     "decline",
     "try",
 ]

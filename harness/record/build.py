@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
 from harness.record.host import device_label, host_rows
@@ -18,11 +19,13 @@ from harness.record.kernels import kernel_figures
 from harness.record.lines import (
     AnyLine,
     ArmLine,
+    BlockLine,
     CaseLine,
     CheckLine,
     ChildLine,
     ComparisonLine,
     DecisionLine,
+    DecodeLine,
     DrawLine,
     EndLine,
     FloorLine,
@@ -64,6 +67,8 @@ CaseEvent = (
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | BlockLine
+    | DecodeLine
     | CaseLine
 )
 UNFINISHED = "unfinished: the run stopped before this case ended"
@@ -229,6 +234,8 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         arms=arms,
         steps=step_figures(step_lines, arms, withhold, [event for event in events if isinstance(event, FloorLine)]),
         kernel=kernel,
+        decode=decode_figures(events, withhold),
+        engines=engine_figures(events) if kind == "peer_decode" else (),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
     )

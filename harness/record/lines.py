@@ -221,6 +221,32 @@ class KernelLine(Line):
     rel_error: float | None = None  # ||out - ref|| / ||ref|| against float64 of the function that this arm computes
 
 
+class BlockLine(Line):
+    """One engine's block of rows against its own chain, logits as bytes, after one context."""
+
+    line: Literal["block"] = "block"
+    case: str
+    arm: str  # "ours" or a peer
+    context_tokens: int
+    rows: int
+    rows_equal: int
+    differing_bytes: int
+    total_bytes: int
+    argmax_equal: int  # rows whose greedy token is the chain's
+    repeatable: bool  # the same chain twice gave the same bytes
+
+
+class DecodeLine(Line):
+    """Classic decode of one engine after one context: seconds from one token to the next, as its user gets them."""
+
+    line: Literal["decode"] = "decode"
+    case: str
+    arm: str
+    context_tokens: int
+    tokens: tuple[int, ...]  # what it decoded, the untimed first ones included
+    seconds: tuple[float, ...]
+
+
 class CaseLine(Line):
     """How a case ended. Written once per case; a resumed run skips cases that have one (except `error`)."""
 
@@ -257,6 +283,8 @@ AnyLine = Annotated[
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | BlockLine
+    | DecodeLine
     | CaseLine
     | EndLine,
     Field(discriminator="line"),

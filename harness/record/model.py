@@ -210,6 +210,35 @@ class KernelFigures(Part):
     peers: tuple[PeerFigures, ...]
 
 
+class DecodeFigures(Part):
+    """One engine after one context; ours, or a peer on the same checkpoint. No time where the run's tokens differ."""
+
+    arm: str
+    context_tokens: int
+    ms_per_token: Figure | None  # median
+    min_ms: Figure | None
+    max_ms: Figure | None
+    n: int
+    speedup: Figure | None  # its time over ours: above 1 ours is faster
+    same_tokens: int | None  # first tokens of its text that are ours
+    tokens: int
+    rows: int  # of the block
+    rows_equal: int | None  # rows of its block that have its own chain's bytes
+    differing_bytes: int | None
+    total_bytes: int | None
+    argmax_equal: int | None
+    repeatable: bool | None  # its chain twice: the same bytes
+
+
+class EngineFigures(Part):
+    """A peer of a `peer_decode` case."""
+
+    peer: str
+    reason: str | None  # why it was not measured
+    version: str
+    note: str
+
+
 class CaseRecord(Part):
     """One case: how it ended, and the figures of its kind."""
 
@@ -241,6 +270,8 @@ class CaseRecord(Part):
     arms: tuple[ArmFigures, ...] = ()
     steps: tuple[StepFigures, ...] = ()
     kernel: KernelFigures | None = None
+    decode: tuple[DecodeFigures, ...] = later(())
+    engines: tuple[EngineFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
 

@@ -22,6 +22,7 @@ BlockSize = Annotated[int, Field(ge=1, le=8)]
 DrawLength = Annotated[int, Field(ge=1, le=131072)]
 Tokens = Annotated[int, Field(ge=2, le=32768)]
 MtpBlockSize = Annotated[int, Field(ge=2, le=8)]
+DecodePeer = Literal["mlx_lm", "transformers"]
 
 
 class Grow(Model):
@@ -325,6 +326,35 @@ class KernelThroughput(CheckBase):
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
 
+class PeerSpeedups(Model):
+    """Least ratio of a peer's time per token to ours."""
+
+    mlx_lm: Annotated[float, Field(gt=0)] | None = None
+    """Against mlx-lm on MLX, the same checkpoint."""
+    transformers: Annotated[float, Field(gt=0)] | None = None
+    """Against transformers in bf16, eager."""
+
+
+class PeerDecode(CheckBase):
+    """Other engines on the pair's target."""
+
+    claim: ClassVar[str] = "rows are exact; time per token beside other engines on the same checkpoint and prompt"
+    kind: Literal["peer_decode"]
+    """`peer_decode`: time per token beside other engines, and whether each one's block equals its own chain."""
+    peers: Annotated[tuple[DecodePeer, ...], Field(min_length=1)] = ("mlx_lm", "transformers")
+    """Engines beside ours, each in a process of its own; one that is not installed is named with the reason."""
+    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=1)] | None = None
+    """One prompt, continued by our classic decode to the longest context; default: the first of greedy_parity's."""
+    contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = (512, 2048)
+    """Contexts in tokens; every engine gets the same ids."""
+    tokens: Annotated[int, Field(ge=2, le=1000)] = 20
+    """Tokens that are decoded and timed one by one after each context."""
+    min_speedup: PeerSpeedups = PeerSpeedups()
+    """How many times as fast as a peer ours must be, at every context."""
+    slow: bool = True
+    """Left out of the short test run; a measurement is slow unless you say otherwise."""
+
+
 class Decline(Generating):
     """A pair or stage that must not engage."""
 
@@ -346,7 +376,15 @@ class Decline(Generating):
 
 
 CheckKind = (
-    Geometry | RowIdentity | ExactnessProbe | Attribution | GreedyParity | Throughput | KernelThroughput | Decline
+    Geometry
+    | RowIdentity
+    | ExactnessProbe
+    | Attribution
+    | GreedyParity
+    | Throughput
+    | KernelThroughput
+    | PeerDecode
+    | Decline
 )
 Check = Annotated[CheckKind, Field(discriminator="kind")]
 CHECK_MODELS: dict[str, type[CheckBase]] = {

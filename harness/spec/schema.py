@@ -37,6 +37,7 @@ _SHARED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("kernel_throughput's `bars`", km.Bars),
     ("`max_peer_ratio`", km.PeerBars),
     ("a peer's bars", km.RowBars),
+    ("peer_decode's `min_speedup`", m.PeerSpeedups),
 )
 
 

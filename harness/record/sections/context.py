@@ -109,6 +109,8 @@ def not_covered(record: Record, stem: str) -> str:
         lines.append("- Speed: no arm was timed.")
     elif all(arm.n < 6 for arm in arms):
         lines.append("- Small differences: fewer than six pairs resolve only what is far outside the noise.")
+    absent = [engine for case in record.cases for engine in case.engines if engine.reason is not None]
+    lines += [f"- {cell(engine.peer)}: {cell(engine.reason or '')}." for engine in absent]
     prompts = record.prompts
     if prompts:
         lines.append(f"- Other texts: the prompts are {cell(', '.join(prompts))}; acceptance depends on the text.")
