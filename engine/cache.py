@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -257,6 +257,12 @@ class CacheSet:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(layer.nbytes for layer in self.layers)
+
+    def snapshot_tensors(self) -> Iterator[tuple[int, Tensor]]:
+        """The same content a layer at a time, where it lies: position of the first row, K and V [2, Hkv, K, D]."""
+        for layer in self.layers:
+            kv = layer.committed()
+            yield layer.length - kv.shape[2], kv
 
     def snapshot_bytes(self) -> list[Snapshot]:
         """The logical K/V bytes of every layer, by absolute position."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.capture import Capture, CaptureEntry
-from engine.compare import differing_bytes, snapshot_difference
+from engine.compare import differing_bytes, logical_content, snapshot_difference
 from engine.protocols import TargetLike
 
 CACHE_OP = "K/V cache"
@@ -131,9 +131,8 @@ def _compare_caches(
 ) -> Divergence | None:
     """First layer whose K/V bytes differ after a block and its rollback."""
     position = block.start + block.kept - 1
-    for layer, (ours, theirs) in enumerate(
-        zip(chain_caches.snapshot_bytes(), block_caches.snapshot_bytes(), strict=True)
-    ):
+    pairs = zip(logical_content(chain_caches), logical_content(block_caches), strict=True)
+    for layer, (ours, theirs) in enumerate(pairs):
         differing, total = snapshot_difference(ours, theirs)
         if differing:
             return Divergence(layer, kinds.get(layer, "unknown"), CACHE_OP, position, differing, total, draw)
