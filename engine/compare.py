@@ -53,7 +53,8 @@ def logical_content(caches: Any) -> Iterable[Any]:
 
     Hundreds of megabytes at the real sizes: comparing them where they lie takes milliseconds, copying them seconds.
     """
-    return caches.snapshot_tensors() if hasattr(caches, "snapshot_tensors") else caches.snapshot_bytes()
+    found: Iterable[Any] = caches.snapshot_tensors() if hasattr(caches, "snapshot_tensors") else caches.snapshot_bytes()
+    return found
 
 
 def snapshot_difference(left: Any, right: Any) -> tuple[int, int]:

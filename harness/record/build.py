@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from harness.errors import RecordError
 from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
@@ -38,12 +41,15 @@ from harness.record.lines import (
     Verdict,
 )
 from harness.record.model import (
+    ArmFigures,
+    BarFigures,
     CaseRecord,
     CheckFigures,
     ChildRecord,
     ComparisonFigures,
     DrawFigures,
     Record,
+    StepFigures,
 )
 from harness.record.spec_view import CaseName, SpecView
 from harness.record.speed import (
@@ -55,6 +61,8 @@ from harness.record.speed import (
     step_figures,
 )
 from harness.record.speed import UNFINISHED as UNFINISHED_ARMS
+from harness.spec.speed_model import StepBars
+from harness.step_bars import step_bars
 
 CaseEvent = (
     DrawLine
@@ -205,6 +213,7 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
     failing = next((draw for draw in draws if not draw.passed), None)
     kernel = kernel_figures(events)
+    steps = step_figures(step_lines, arms, withhold, [event for event in events if isinstance(event, FloorLine)])
     return CaseRecord(
         id=case_id,
         name=name.name,
@@ -232,12 +241,29 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         comparisons=tuple(build_comparison(event) for event in events if isinstance(event, ComparisonLine)),
         checks=tuple(CheckFigures(**check.model_dump(exclude={"line", "case"})) for check in checks),
         arms=arms,
-        steps=step_figures(step_lines, arms, withhold, [event for event in events if isinstance(event, FloorLine)]),
+        steps=steps,
+        bars=() if withhold or not steps else bar_figures(spec, name.check, arms, steps),
         kernel=kernel,
         decode=decode_figures(events, withhold),
         engines=engine_figures(events) if kind == "peer_decode" else (),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
+    )
+
+
+def bar_figures(
+    spec: SpecView, check: str, arms: Sequence[ArmFigures], steps: Sequence[StepFigures]
+) -> tuple[BarFigures, ...]:
+    """The spec's bars on steps and speed-up over the figures of its case."""
+    try:
+        bars = StepBars.model_validate(spec.setting(check, "bars", {}))
+    except ValidationError as error:
+        raise RecordError(
+            f"the record's spec.yaml: bars of {check} are malformed: {error.errors()[0]['msg']}"
+        ) from None
+    found = step_bars(bars, spec.block_size, arms, steps)
+    return tuple(
+        BarFigures(what=bar.what, value=bar.value, limit=bar.limit, highest=bar.highest, met=bar.met) for bar in found
     )
 
 

@@ -210,6 +210,16 @@ class KernelFigures(Part):
     peers: tuple[PeerFigures, ...]
 
 
+class BarFigures(Part):
+    """One bar of a throughput case."""
+
+    what: str
+    value: Figure | None
+    limit: Figure
+    highest: bool  # the limit is a maximum
+    met: bool | None  # None: not measured
+
+
 class DecodeFigures(Part):
     """One engine after one context; ours, or a peer on the same checkpoint. No time where the run's tokens differ."""
 
@@ -270,6 +280,7 @@ class CaseRecord(Part):
     arms: tuple[ArmFigures, ...] = ()
     steps: tuple[StepFigures, ...] = ()
     kernel: KernelFigures | None = None
+    bars: tuple[BarFigures, ...] = later(())
     decode: tuple[DecodeFigures, ...] = later(())
     engines: tuple[EngineFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes

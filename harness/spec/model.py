@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from harness.spec.base import Count, Model
 from harness.spec.kernel_model import Backend, Bars, Context, GeometryName, KernelOp, LayerKind, MatrixShape, Peer
+from harness.spec.speed_model import DecodePeer, PeerSpeedups, StepBars
 
 Stage = Literal["base", "attention", "attention_mlp", "rowwise"]
 Op = Literal["linear", "rmsnorm", "rope", "geglu", "attention", "lm_head"]
@@ -22,7 +23,6 @@ BlockSize = Annotated[int, Field(ge=1, le=8)]
 DrawLength = Annotated[int, Field(ge=1, le=131072)]
 Tokens = Annotated[int, Field(ge=2, le=32768)]
 MtpBlockSize = Annotated[int, Field(ge=2, le=8)]
-DecodePeer = Literal["mlx_lm", "transformers"]
 
 
 class Grow(Model):
@@ -284,6 +284,8 @@ class Throughput(Speculating):
     """Smallest change of interest, as a share (0.02 is 2 %)."""
     step_contexts: tuple[Context, ...] = ()
     """Contexts, in tokens, at which single steps are timed; default: the middle of the timed runs."""
+    bars: StepBars = StepBars()
+    """What the figures must reach; without bars a case only measures."""
     slow: bool = True
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
@@ -324,15 +326,6 @@ class KernelThroughput(CheckBase):
     """Seed of codes, scales and activations."""
     slow: bool = True
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
-
-
-class PeerSpeedups(Model):
-    """Least ratio of a peer's time per token to ours."""
-
-    mlx_lm: Annotated[float, Field(gt=0)] | None = None
-    """Against mlx-lm on MLX, the same checkpoint."""
-    transformers: Annotated[float, Field(gt=0)] | None = None
-    """Against transformers in bf16, eager."""
 
 
 class PeerDecode(CheckBase):

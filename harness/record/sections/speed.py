@@ -145,6 +145,7 @@ def steps(record: Record, stem: str) -> str:
     ]
     for case, figures in found:
         parts += [_step_table(figures), _floor_table(figures), _model_table(case, figures)]
+    parts += [_bar_table(case) for case in record.cases]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -169,6 +170,15 @@ def _step_table(figures: StepFigures) -> str:
         ">Samples",
     ]
     return table(columns, rows)
+
+
+def _bar_table(case: CaseRecord) -> str:
+    words = {True: "met", False: "**missed**", None: "not measured"}
+    rows = [
+        [cell(bar.what), share(bar.value), f"{'at most' if bar.highest else 'at least'} {bar.limit:g}", words[bar.met]]
+        for bar in case.bars
+    ]
+    return table(["Bar", ">Measured", ">Limit", "Outcome"], rows) if rows else ""
 
 
 def _floor_table(figures: StepFigures) -> str:
