@@ -15,6 +15,7 @@ import torch
 from support_engine import TINY, TINY_31B, one_thread, random_pair_dirs
 from support_geometry import Geometry
 from support_harness import ROOT, SPEC_TEXT, engine_lines, worker, write_spec
+from support_record import ENV, start_line
 
 from engine.pair import load_pair
 from engine.prefill import run_prefill
@@ -23,9 +24,11 @@ from harness.checks.registry import get
 from harness.context import RunContext
 from harness.errors import SpecError
 from harness.protocol import Setup
-from harness.record.build import build_case
+from harness.record.build import build_case, build_record
 from harness.record.lines import LINE_ADAPTER, AnyLine, PeerLine
+from harness.record.sections.context import not_covered
 from harness.record.sections.engines import engines
+from harness.record.sections.summary import summary
 from harness.record.spec_view import SpecView
 from harness.spec import Case, load_spec, plan
 
@@ -130,11 +133,11 @@ def test_the_page_has_each_engine_and_no_time_of_inexact_rows(case: Case) -> Non
     ]
     assert [(engine.peer, engine.reason) for engine in built.engines][1] == ("transformers", "is not installed")
 
-    class One:
-        def of_kind(self, kind: str) -> tuple[Any, ...]:
-            return (built,) if kind == built.kind else ()
-
-    page = engines(One(), "stem")  # type: ignore[arg-type]
+    record = build_record([start_line([case.id]), *events], ENV, SPEC_TEXT + CHECK)
+    words = "mlx_lm takes 4.00x ours at 8, 4.00x ours at 40 tokens, 0 of 8 rows of its blocks equal its chain."
+    assert f"- **Other engines.** {words}" in summary(record, "stem")
+    assert "- transformers: is not installed." in not_covered(record, "stem")
+    page = engines(record, "stem")
     assert "| mlx_lm | 8 | 40.00 | 40.00 | 40.00 | 10 | 4.00x | 0 of 4 | 4 of 4 | 15 of 15 |" in page
     assert "- transformers: not measured, is not installed." in page
     for wrong in (

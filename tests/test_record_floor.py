@@ -12,11 +12,12 @@ from support_record import SPEC_TEXT as RECORD_SPEC
 
 from harness.checks.registry import get
 from harness.record.build import build_record
-from harness.record.lines import AnyLine, ArmLine, ChildLine, DecisionLine, FloorLine, StepLine
+from harness.record.lines import AnyLine, ArmLine, CaseLine, ChildLine, DecisionLine, FloorLine, StepLine
 from harness.record.model import Record
 from harness.record.report import record_json
 from harness.record.sections.context import host
 from harness.record.sections.speed import steps
+from harness.record.sections.summary import summary
 from harness.spec import load_spec, plan
 
 BARS = "bars: {min_floor_share: 0.55, max_verify_over_classic: 1.06, min_speedup_per_length: 0.4}"
@@ -41,6 +42,10 @@ def test_the_floor_is_bytes_over_the_streams_rate() -> None:
     assert figures.floor.stream_gb_per_s == pytest.approx(2000 / 0.6, rel=1e-5)
     assert figures.classic_step_ms is not None
     assert figures.floor.floor_share == pytest.approx(3.0 / figures.classic_step_ms, rel=1e-5)
+    first = (
+        f"- **Steps.** classic {figures.classic_step_ms:.2f} ms at {figures.context_tokens} tokens of context, of which"
+    )
+    assert f"{first} {figures.floor.floor_share:.2f} is its byte floor at 3,333 GB/s." in summary(record, "stem")
     page = steps(record, "stem")
     assert "| Matrices GB | Keys and values GB | Stream GB/s | Byte floor ms | Classic step ms | Floor / step |" in page
     assert f"| 9.00 | 1.000 | 3,333 | 3.00 | {figures.classic_step_ms:.2f} |" in page
@@ -53,6 +58,8 @@ def test_records_without_these_lines_keep_their_bytes() -> None:
     assert not any(f'"{name}":' in text for name in ("floor", "bars", "decode", "engines", "load_phases"))
     assert "Byte floor" not in steps(record, "stem")
     assert "Of it" not in host(record, "stem")
+    assert "**Steps.**" not in summary(record, "stem")
+    assert "**Other engines.**" not in summary(record, "stem")
     full = record_of(with_floor(list(run_lines(Scenario()))))
     assert Record.model_validate_json(record_json(full)) == full
 
@@ -124,6 +131,21 @@ def test_bars_stand_on_the_page() -> None:
     page = steps(record, "stem")
     assert "| Bar | Measured | Limit | Outcome |" in page
     assert "at least 0.55 |" in page
+
+
+def test_a_missed_bar_keeps_the_verdict_and_says_so_in_the_title() -> None:
+    """Guards against a speed-up that a missed bar hides, and against a miss that the speed-up hides."""
+    text = RECORD_SPEC.replace("repeats: 3", "repeats: 3, bars: {max_verify_over_classic: 0.5}")
+    ended = {"outcome": "fail", "reason": "verify over classic step is 1.1, bar at most 0.5", "verdict": "faster"}
+    lines = [
+        line.model_copy(update=ended) if isinstance(line, CaseLine) and line.kind == "throughput" else line
+        for line in run_lines(Scenario())
+    ]
+    record = build_record(lines, ENV, text)
+    arm = next(arm for case in record.cases for arm in case.arms)
+    assert (record.outcome, arm.verdict, record.negative) == ("fail", "faster", True)
+    assert "faster than classic, byte-identical, 1 bar missed, first verify over classic step" in record.title
+    assert record.contradictions == ()
 
 
 def test_bytes_of_a_step_are_those_of_its_tensors() -> None:

@@ -207,7 +207,8 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
     checks = [event for event in events if isinstance(event, CheckLine)]
     arm_lines = [event for event in events if isinstance(event, ArmLine)]
     step_lines = [event for event in events if isinstance(event, StepLine)]
-    no_verdict = UNFINISHED_ARMS if ended is None else None if ended.outcome in ("pass", "unresolved") else NOT_JUDGED
+    judged = ended is not None and (ended.outcome in ("pass", "unresolved") or ended.verdict is not None)
+    no_verdict = UNFINISHED_ARMS if ended is None else None if judged else NOT_JUDGED
     arms = arm_figures(arm_lines, spec.smallest_effect(name.check), withhold=withhold, no_verdict=no_verdict)
     kind = ended.kind if ended else str(spec.setting(name.check, "kind", "unknown"))
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
