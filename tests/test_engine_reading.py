@@ -103,3 +103,34 @@ def test_a_matrix_repacked_in_slabs_has_the_same_bytes(rows: int, bits: int, mon
     assert torch.equal(found[0].view(torch.int32), words.view(torch.int32))
     assert torch.equal(found[1], scales)
     assert torch.equal(found[2], biases)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_gets_the_files_bytes(tmp_path: Path) -> None:
+    """Guards the pinned ring on a real device: a buffer that is filled again before its copy has left it."""
+    values = torch.randint(0, 255, (80 << 20,), dtype=torch.uint8)
+    file = tmp_path / "x.bin"
+    file.write_bytes(values.numpy().tobytes())
+    for start in (0, 1 << 20, 12345):
+        count = (len(values) - start) // 4
+        found = read_tensor(file, start, "U32", (count,), "cuda")
+        assert torch.equal(found.view(torch.uint8).cpu(), values[start : start + 4 * count])
+    reading.release()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_matrix_is_repacked_on_the_device_as_on_the_cpu() -> None:
+    """Guards the repack against a device whose shifts or views differ; and its temporary memory."""
+    words = torch.randint(-(2**31), 2**31 - 1, (40_000, 640), dtype=torch.int32).view(torch.uint32)
+    scales, biases = torch.randn(2, 40_000, 80).bfloat16()
+    expected = repack.pack_weight(words, scales, biases, 4)
+    given = [part.cuda() for part in (words, scales, biases)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = repack.pack_weight(given[0], given[1], given[2], 4)
+    assert torch.equal(found.codes.cpu(), expected.codes)
+    assert torch.equal(found.scales.cpu(), expected.scales)
+    size = found.codes.numel() + 4 * found.scales.numel()
+    assert torch.cuda.max_memory_allocated() - before < size + 6 * repack.SLAB_BYTES
