@@ -173,6 +173,7 @@ def engine_lines(case: str, arm: str, context: int, ms: float, equal: int = 4) -
     """A block of four rows, of which `equal` are its chain's, and times of ten tokens."""
     block = {"line": "block", "case": case, "arm": arm, "context_tokens": context, "rows": 4, "rows_equal": equal}
     block |= {"differing_bytes": 9 * (4 - equal), "total_bytes": 64, "argmax_equal": 4, "repeatable": True}
+    block |= {"seconds": [ms / 500] * 5}
     times = {"line": "decode", "case": case, "arm": arm, "context_tokens": context, "tokens": [5] * 15}
     return block, {**times, "seconds": [ms / 1000] * 10}
 

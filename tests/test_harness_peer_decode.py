@@ -138,7 +138,7 @@ def test_the_page_has_each_engine_and_no_time_of_inexact_rows(case: Case) -> Non
     assert f"- **Other engines.** {words}" in summary(record, "stem")
     assert "- transformers: is not installed." in not_covered(record, "stem")
     page = engines(record, "stem")
-    assert "| mlx_lm | 8 | 40.00 | 40.00 | 40.00 | 10 | 4.00x | 0 of 4 | 4 of 4 | 15 of 15 |" in page
+    assert "| mlx_lm | 8 | 40.00 | 40.00 | 40.00 | 10 | 4.00x | 80.00 | 2.00 | 0 of 4 | 4 of 4 | 15 of 15 |" in page
     assert "- transformers: not measured, is not installed." in page
     for wrong in (
         build_case(case.id, tuple(lines_for(case, equal=2)), view, withhold=False),  # type: ignore[arg-type]
@@ -182,6 +182,7 @@ def test_ours_is_measured_on_the_nano_pair() -> None:
     block, decode = out.lines[:2]
     assert (block.rows_equal, block.differing_bytes, block.repeatable) == (4, 0, True)
     assert block.total_bytes == 4 * 4096 * 2
+    assert len(block.seconds) == 5
     assert len(decode.seconds) == 3
     assert decode.tokens[:8] == tuple(data["ids"][12:20])
 
@@ -208,6 +209,7 @@ def test_a_peer_decodes_our_checkpoint(name: str, geometry: Geometry) -> None:
     peer_decode.run_peer(bench, args, out)
     assert [line.line for line in out.lines] == ["block", "decode", "block", "decode", "peer"]
     assert out.lines[-1].reason is None
+    assert len(out.lines[0].seconds) == 5
     assert out.lines[3].tokens[:5] == tuple(tokens)
     theirs = torch.from_numpy(found.chain.copy()).view(torch.bfloat16).float()
     with one_thread():

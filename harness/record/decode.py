@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness import stats
 from harness.decode_figures import decode_times
 from harness.kernel_figures import OURS
 from harness.record.lines import AnyLine, BlockLine, PeerLine
@@ -23,11 +24,13 @@ def decode_figures(events: Sequence[AnyLine], withhold: bool) -> tuple[DecodeFig
         if arm in failed:
             continue
         seconds = () if hidden or line is None else line.seconds
+        block_ms = stats.median_ms(block.seconds) if seconds and block is not None and block.seconds else None
+        token_ms = times.ms(arm, context) if seconds else None
         found.append(
             DecodeFigures(
                 arm=arm,
                 context_tokens=context,
-                ms_per_token=times.ms(arm, context) if seconds else None,
+                ms_per_token=token_ms,
                 min_ms=1000 * min(seconds) if seconds else None,
                 max_ms=1000 * max(seconds) if seconds else None,
                 n=len(seconds),
@@ -40,6 +43,8 @@ def decode_figures(events: Sequence[AnyLine], withhold: bool) -> tuple[DecodeFig
                 total_bytes=block.total_bytes if block is not None else None,
                 argmax_equal=block.argmax_equal if block is not None else None,
                 repeatable=block.repeatable if block is not None else None,
+                block_ms=block_ms,
+                block_over_token=block_ms / token_ms if block_ms and token_ms else None,
             )
         )
     return tuple(sorted(found, key=lambda figures: (figures.context_tokens, figures.arm != OURS)))

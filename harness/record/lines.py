@@ -234,6 +234,7 @@ class BlockLine(Line):
     total_bytes: int
     argmax_equal: int  # rows whose greedy token is the chain's
     repeatable: bool  # the same chain twice gave the same bytes
+    seconds: tuple[float, ...]  # of the block's forward, run a few times after a first one
 
 
 class DecodeLine(Line):

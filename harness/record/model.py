@@ -238,6 +238,8 @@ class DecodeFigures(Part):
     total_bytes: int | None
     argmax_equal: int | None
     repeatable: bool | None  # its chain twice: the same bytes
+    block_ms: Figure | None  # median time of the block
+    block_over_token: Figure | None  # block_ms / ms_per_token: what a verify costs there
 
 
 class EngineFigures(Part):

@@ -12,19 +12,26 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+BLOCK_RUNS = 6
+"""Times that the block is run; the first warms up."""
+
 Rows = npt.NDArray[np.uint8]
 """Logits as bytes [rows, bytes of a row]."""
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The same tokens after the same context: as one block, one at a time, and one at a time once more."""
+    """The same tokens after the same context: as one block, one at a time, and one at a time once more.
+
+    block_s: seconds of the block's forward, a value for each time that it was run after a first one.
+    """
 
     block: Rows
     chain: Rows
     chain_again: Rows
     block_ids: tuple[int, ...]
     chain_ids: tuple[int, ...]
+    block_s: tuple[float, ...]
 
 
 class Decoder(Protocol):

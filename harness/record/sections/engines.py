@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.kernel_figures import OURS
 from harness.record.model import CaseRecord, DecodeFigures, Record
-from harness.record.table import cell, count, factor, ms, table
+from harness.record.table import cell, count, factor, ms, share, table
 
 EXPLAINED = (
     "Classic decode of the same checkpoint on the same token ids, each engine in a process of its own, one after "
@@ -29,6 +29,7 @@ def _table(case: CaseRecord) -> str:
     if not case.decode:
         return ""
     columns = ["Engine", ">Context", ">ms a token", ">Min ms", ">Max ms", ">Tokens", ">Its time / ours"]
+    columns += [">Block ms", ">Block / token"]
     columns += [">Block rows equal to its chain", ">Same greedy token", ">First tokens that are ours"]
     return table(columns, [_row(figures) for figures in case.decode])
 
@@ -44,6 +45,8 @@ def _row(figures: DecodeFigures) -> list[str]:
         ms(figures.max_ms),
         str(figures.n),
         "1" if ours else factor(figures.speedup),
+        ms(figures.block_ms),
+        share(figures.block_over_token),
         equal + ("" if figures.repeatable is not False else " (its chain does not repeat itself)"),
         "not compared" if figures.argmax_equal is None else f"{figures.argmax_equal} of {figures.rows}",
         "all" if ours else f"{figures.same_tokens} of {figures.tokens}",
