@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from torch import Tensor
 from engine.config import TextConfig
 from engine.errors import EngineError
 
+if TYPE_CHECKING:
+    from engine.room import Room
+
 MARGIN = 7
 """Ring slots beyond the window: the rows of a block of 8 that a rollback can drop."""
 
 GROWTH_STEP = 256
-"""Rows by which a linear cache grows."""
+"""Rows by which a linear cache grows on its own; a room's grow by more, since each growth costs its graphs."""
 
 
 class Snapshot(NamedTuple):
@@ -59,6 +62,16 @@ class LayerCache(ABC):
     @abstractmethod
     def rollback(self, n: int) -> None:
         """Drop the newest n rows; EngineError when that would uncover rows that are gone."""
+
+    @abstractmethod
+    def copy_rows(self, other: Self) -> None:
+        """Hold what another cache of the same kind and shape holds, in this one's own buffer."""
+
+    def emptied(self, kv: Tensor) -> Self:
+        """A cache of this kind without rows, over another buffer, whatever that holds."""
+        other = copy.copy(self)
+        other.kv, other.length = kv, 0
+        return other
 
     @abstractmethod
     def first_visible(self, position: int) -> int:
@@ -105,8 +118,11 @@ class LayerCache(ABC):
 class LinearCache(LayerCache):
     """All rows, in buffers that grow by 256."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu", growth: int = GROWTH_STEP
+    ) -> None:
         super().__init__(num_kv_heads, head_dim, 0, dtype, device)
+        self.growth = growth
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append rows, growing where they do not fit."""
@@ -116,13 +132,23 @@ class LinearCache(LayerCache):
 
     def reserve(self, count: int) -> None:
         """Grow where the rows do not fit."""
-        end = self.length + count
+        self.make_room(self.length + count)
+        self.length += count
+
+    def make_room(self, end: int) -> None:
+        """A buffer for positions below `end`, another one where the present one is too small."""
         if end > self.kv.shape[2]:
-            slots = -(-end // GROWTH_STEP) * GROWTH_STEP
+            slots = -(-end // self.growth) * self.growth
             grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
             grown[:, :, : self.length] = self.kv[:, :, : self.length]
             self.kv = grown
-        self.length = end
+
+    def copy_rows(self, other: Self) -> None:
+        """The rows alone; the buffers may differ in size."""
+        self.length = 0
+        self.make_room(other.length)
+        self.length = other.length
+        self.kv[:, :, : self.length] = other.kv[:, :, : self.length]
 
     def rows(self, first: int, end: int) -> Tensor:
         """A view of the rows."""
@@ -187,6 +213,17 @@ class RingCache(LayerCache):
         """The ring is always whole; only the length moves."""
         self._advance(self.length + count)
 
+    def copy_rows(self, other: Self) -> None:
+        """The whole ring: rows older than the window may come back by a rollback."""
+        self.kv.copy_(other.kv)
+        self.length, self.high_water = other.length, other.high_water
+
+    def emptied(self, kv: Tensor) -> Self:
+        """A ring without rows over another buffer."""
+        other = super().emptied(kv)
+        other.high_water = 0
+        return other
+
     def _advance(self, end: int) -> None:
         self.length = end
         self.high_water = max(self.high_water, end)
@@ -224,10 +261,11 @@ class RingCache(LayerCache):
 
 
 class CacheSet:
-    """The caches of all layers, kept at one length."""
+    """The caches of all layers, kept at one length; `room` is set where their buffers are a room's."""
 
-    def __init__(self, layers: Sequence[LayerCache]) -> None:
+    def __init__(self, layers: Sequence[LayerCache], room: Room | None = None) -> None:
         self.layers = list(layers)
+        self.room = room
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -249,35 +287,57 @@ class CacheSet:
         for layer in self.layers:
             layer.rollback(n)
 
+    def reserve(self, count: int) -> None:
+        """Append `count` rows to every layer, at most a block of 8, that kernels write themselves."""
+        for layer in self.layers:
+            layer.reserve(count)
+
     def clone(self) -> CacheSet:
-        """An independent copy."""
-        return CacheSet([layer.clone() for layer in self.layers])
+        """An independent copy, in a room of its own where this one has one."""
+        if self.room is None:
+            return CacheSet([layer.clone() for layer in self.layers])
+        other = self.room.another()
+        for mine, its in zip(self.layers, other.layers, strict=True):
+            its.copy_rows(mine)
+        return other
+
+    def first_difference(self, other: CacheSet) -> tuple[int | None, int]:
+        """First layer whose committed rows differ in a byte, compared where they lie, and the bytes compared.
+
+        None for the layer when all are equal; as in a snapshot, a layer's first position counts 8 bytes.
+        """
+        compared = 0
+        for index, (ours, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
+            mine, its = ours.committed(), theirs.committed()
+            if ours.length != theirs.length or mine.shape != its.shape or not torch.equal(_words(mine), _words(its)):
+                return index, compared
+            compared += 8 + mine.numel() * mine.element_size()
+        return None, compared
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def snapshot_tensors(self) -> Iterator[tuple[int, Tensor]]:
-        """The same content a layer at a time, where it lies: position of the first row, K and V [2, Hkv, K, D]."""
-        for layer in self.layers:
-            kv = layer.committed()
-            yield layer.length - kv.shape[2], kv
-
     def snapshot_bytes(self) -> list[Snapshot]:
         """The logical K/V bytes of every layer, by absolute position."""
         return [layer.snapshot() for layer in self.layers]
 
 
-def new_caches(config: TextConfig, dtype: torch.dtype, device: str = "cpu") -> CacheSet:
+def new_caches(config: TextConfig, dtype: torch.dtype, device: str = "cpu", growth: int = GROWTH_STEP) -> CacheSet:
     """Empty caches for a target: a ring per sliding layer, a linear cache per full layer."""
     layers: list[LayerCache] = []
     for shape in config.layers:
         if shape.kind == "sliding":
             layers.append(RingCache(shape.num_kv_heads, shape.head_dim, config.sliding_window, dtype, device))
         else:
-            layers.append(LinearCache(shape.num_kv_heads, shape.head_dim, dtype, device))
+            layers.append(LinearCache(shape.num_kv_heads, shape.head_dim, dtype, device, growth))
     return CacheSet(layers)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same bits as integers, so that -0.0 differs from 0.0 and a NaN equals itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _bytes(x: Tensor) -> bytes:

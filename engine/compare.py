@@ -6,7 +6,7 @@ Exactness means equal bytes: -0.0 and 0.0 differ, and a NaN equals itself when i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,15 +46,6 @@ def flatten(item: Any) -> list[Tensor]:
     if isinstance(item, int | float):
         return [torch.tensor(item)]
     raise TypeError(f"snapshot: cannot compare a {type(item).__name__}")
-
-
-def logical_content(caches: Any) -> Iterable[Any]:
-    """What a cache set holds, one item a layer: tensors on their device where it offers them, else bytes.
-
-    Hundreds of megabytes at the real sizes: comparing them where they lie takes milliseconds, copying them seconds.
-    """
-    found: Iterable[Any] = caches.snapshot_tensors() if hasattr(caches, "snapshot_tensors") else caches.snapshot_bytes()
-    return found
 
 
 def snapshot_difference(left: Any, right: Any) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.compare import differing_bytes, logical_content, sha256_of, snapshot_difference
+from engine.compare import differing_bytes, sha256_of, snapshot_difference
 from engine.errors import EngineError
 from engine.localize import Block, Divergence, ProbeCase, localize
 from engine.prefill import plan_prefill
@@ -318,9 +318,13 @@ def compare_rows(chain: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[int |
 
 def compare_caches(chain_caches: Any, block_caches: Any) -> tuple[int | None, int, int]:
     """First layer whose K/V bytes differ, with its counts; (None, 0, all bytes) when none does."""
+    if hasattr(chain_caches, "first_difference"):  # gigabytes on a GPU: only a difference is worth the way to the host
+        layer, total = chain_caches.first_difference(block_caches)
+        if layer is None:
+            return None, 0, total
     compared = 0
-    pairs = zip(logical_content(chain_caches), logical_content(block_caches), strict=True)
-    for layer, (ours, theirs) in enumerate(pairs):
+    chain, block = chain_caches.snapshot_bytes(), block_caches.snapshot_bytes()
+    for layer, (ours, theirs) in enumerate(zip(chain, block, strict=True)):
         differing, total = snapshot_difference(ours, theirs)
         if differing:
             return layer, differing, total

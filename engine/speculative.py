@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.decode import OnToken
+from engine.drafts import DraftedBlock, Drafts
 from engine.errors import EngineError, RequestError
 from engine.prefill import run_prefill
 from engine.protocols import DrafterLike, TargetLike
@@ -88,13 +89,19 @@ def speculative_decode(
     while not stopped and len(tokens) < request.max_tokens:
         mark = time.perf_counter()
         carried_token = tokens[-1]
-        draft_tokens: tuple[int, ...] = ()
+        drafts: Sequence[int] = ()
         if drafter is not None and block_size > 1:
-            shared = target.shared_kv(caches)
-            draft_tokens = tuple(drafter.draft(carried_token, hidden, shared, block_size - 1))
-            _check_drafts(draft_tokens, block_size - 1, target.config.vocab_size)
+            drafts = drafter.draft(carried_token, hidden, target.shared_kv(caches), block_size - 1)
+        block: Sequence[int]
+        if isinstance(drafts, Drafts):  # on the device: verify takes them from there, and the host looks once
+            block = DraftedBlock(drafts)
+        else:
+            drafts = tuple(drafts)
+            _check_drafts(drafts, block_size - 1, target.config.vocab_size)
+            block = [carried_token, *drafts]
         drafted = time.perf_counter()
-        output = target.step([carried_token, *draft_tokens], caches, "verify")
+        output = target.step(block, caches, "verify")
+        draft_tokens = tuple(drafts)
         accepted = accept(draft_tokens, output.argmax)
         bonus_token = output.argmax[accepted]
         emitted, stopped = request.cut([*draft_tokens[:accepted], bonus_token], len(tokens))
@@ -103,8 +110,9 @@ def speculative_decode(
         caches.rollback(block_size - len(emitted))
         tokens.extend(emitted)
         accepted_per_round.append(accepted)
-        draft_s += drafted - mark
-        verify_s += time.perf_counter() - drafted
+        spent = drafts.seconds if isinstance(drafts, Drafts) else drafted - mark
+        draft_s += spent
+        verify_s += time.perf_counter() - mark - spent
         if on_token:
             for token in emitted:
                 on_token(token)

@@ -19,11 +19,13 @@ from engine.attention import attend_prefill, attend_step
 from engine.cache import CacheSet, new_caches
 from engine.capture import FINAL_KIND, Capture
 from engine.checkpoint import Checkpoint
-from engine.config import TargetConfig
+from engine.config import Kind, TargetConfig
 from engine.dispatch import DispatchPolicy
+from engine.drafts import DraftedBlock
 from engine.errors import EngineError
-from engine.fused import Choice, FusedWeights, fused_step
+from engine.fused import Choice, FusedOutput, FusedWeights, Tables, fused_step, tables_upto
 from engine.layers import LayerWeights, Run, padded_ids, rope_tables, run_layer
+from engine.room import BEST, IDS, ROOM_STEP, CudaRecorder, Recorder, Room, Rooms
 from engine.weights import layer_weights, target_tensors
 from kernels import MAX_ROWS, Kernels, Linear, kernels_for
 
@@ -52,6 +54,29 @@ class SharedKV:
     length: int
 
 
+class LentKV:
+    """The same, where it lies: a drafter that reads the cache buffers itself never cuts a tensor out of them."""
+
+    def __init__(self, caches: CacheSet, sliding_layer: int, full_layer: int) -> None:
+        self.caches = caches
+        self.layers: dict[Kind, int] = {"sliding": sliding_layer, "full": full_layer}
+        self.length = caches.length
+
+    @property
+    def sliding(self) -> tuple[Tensor, Tensor]:
+        """K and V of the last sliding layer, oldest first, at most a window."""
+        return self._rows("sliding")
+
+    @property
+    def full(self) -> tuple[Tensor, Tensor]:
+        """K and V of the last full layer."""
+        return self._rows("full")
+
+    def _rows(self, kind: Kind) -> tuple[Tensor, Tensor]:
+        kv = self.caches[self.layers[kind]].committed()
+        return kv[0], kv[1]
+
+
 class Target:
     """A loaded target. Weights are shared between copies that differ in policy or kernels."""
 
@@ -75,7 +100,7 @@ class Target:
         table = checkpoint.weight("embed_tokens", dtype, device)
         self._head = self.kernels.prepare(table)
         self._embedding = self.kernels.table(table, self._head)
-        self._embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
+        self.embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
         self._norm = checkpoint.tensor("norm.weight").float().to(device)
         self._tables = rope_tables(config, device)
         self._mlp_bits = {layer.gate_up.bits for layer in self._layers}
@@ -84,12 +109,22 @@ class Target:
             layers=tuple(self._layers),
             head=self._head,
             final_norm=self._norm,
-            embed_scale=self._embed_scale,
-            tables=self._tables,
+            embed_scale=self.embed_scale,
             window=config.sliding_window,
             eps=config.rms_norm_eps,
             softcap=config.final_logit_softcapping,
         )
+        self._rooms: Rooms | None = None
+        if device.startswith("cuda") and policy.flags.use_cuda_graphs:
+            self.record_steps(CudaRecorder())
+
+    def record_steps(self, recorder: Recorder, growth: int = ROOM_STEP) -> None:
+        """From now on give caches a room, and run a step that has fused ops as a recording over it.
+
+        A room's linear caches start with `growth` rows and grow by as many.
+        """
+        config, dtype, device = self.config, self.dtype, self.device
+        self._rooms = Rooms(lambda: new_caches(config, dtype, device, growth), recorder, config.hidden_size)
 
     def with_policy(self, policy: DispatchPolicy) -> Target:
         """The same weights under another policy."""
@@ -116,17 +151,24 @@ class Target:
         yield "LM head", self._head
 
     @property
+    def head(self) -> Linear:
+        """The tied table as the backend holds it."""
+        return self._head
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     def new_caches(self) -> CacheSet:
         """Empty caches."""
+        if self._rooms is not None and self.kernels.fused is not None:
+            return self._rooms.take()
         return new_caches(self.config, self.dtype, self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Scaled embeddings [n, H] of ids [n]."""
-        return self.kernels.embed(self._embedding, ids, self._embed_scale)
+        return self.kernels.embed(self._embedding, ids, self.embed_scale)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], caches: CacheSet, capture: Capture | None = None) -> Tensor:
@@ -196,17 +238,68 @@ class Target:
         )
 
     def _fused_step(self, tokens: Sequence[int], caches: CacheSet, decode: bool) -> StepOutput:
-        """The same step in few launches."""
-        ops, rows = self.kernels.fused, len(tokens)
-        assert ops is not None
+        """The same step in few launches, as a recording where the caches have a room."""
+        rows = len(tokens)
         geglu = {bits: self.policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
         choice = Choice(self.policy.linear(rows) == "per_row", geglu)
-        found = fused_step(ops, self._fused, choice, padded_ids(list(tokens), self.device).int(), rows, caches)
+        if caches.room is not None and self.policy.flags.use_cuda_graphs:
+            return self._recorded_step(tokens, caches, caches.room, choice)
+        first = caches.length
+        caches.reserve(rows)
+        ids = padded_ids(list(tokens), self.device).int()
+        position = torch.full((1,), first, dtype=torch.int32, device=self.device)
+        kv = [layer.kv for layer in caches.layers]
+        found = self._launch(choice, ids, position, rows, kv, tables_upto(self._tables, first + MAX_ROWS), first + rows)
         return StepOutput(found.logits[:rows], found.hidden[:rows], found.ids[:rows].tolist())
+
+    def _recorded_step(self, tokens: Sequence[int], caches: CacheSet, room: Room, choice: Choice) -> StepOutput:
+        """Run the recording of a step of so many rows; it holds for every context that the room's buffers hold."""
+        rows, first = len(tokens), caches.length
+        max_keys = room.fit(caches, first + rows)
+
+        def run() -> tuple[FusedOutput, Tables]:
+            tables = tables_upto(self._tables, max_keys + MAX_ROWS)
+            found = self._launch(choice, room.ids, room.position, rows, room.kv, tables, max_keys)
+            room.best.copy_(found.ids)
+            return found, tables  # the recording reads the tables, so it keeps them
+
+        drafts = tokens.drafts if isinstance(tokens, DraftedBlock) else None
+        if drafts is None or room.drafted is not drafts:
+            room.send(list(tokens), first)
+        key = ("step", rows, choice.per_row, tuple(sorted(choice.fused_geglu.items())), self.kernels.fused)
+        replay, (found, _) = room.recorded(key, run)
+        replay()
+        room.fetch()
+        # Copies: the recording's next run fills its own results anew.
+        logits, hidden = found.logits[:rows].clone(), found.hidden[:rows].clone()
+        caches.reserve(rows)
+        words = room.wait()
+        if drafts is not None:
+            drafts.found(words[IDS + 1 : IDS + rows])
+        return StepOutput(logits, hidden, words[BEST : BEST + rows])
+
+    def _launch(
+        self,
+        choice: Choice,
+        ids: Tensor,
+        position: Tensor,
+        rows: int,
+        kv: Sequence[Tensor],
+        tables: Tables,
+        max_keys: int,
+    ) -> FusedOutput:
+        ops = self.kernels.fused
+        assert ops is not None
+        return fused_step(ops, self._fused, choice, ids, position, rows, kv, tables, max_keys)
 
     @torch.inference_mode()
     def unpadded_step(self, token: int, caches: CacheSet) -> int:
-        """A classic step with 1-row shapes, for timing only; its bytes may differ from `step`'s."""
+        """A classic step with 1-row shapes, for timing only; its bytes may differ from `step`'s.
+
+        With fused ops it is the classic step itself: their tiles have 8 slots in hardware, so nothing is padded.
+        """
+        if self._fusable(1, True):
+            return self.step([token], caches, "classic").argmax[0]
         choice = {kind: self.policy.attention(1, kind, True) for kind in self._tables}
         run = Run(
             kernels=self.kernels,
@@ -223,10 +316,12 @@ class Target:
         hidden = self.kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
         return self.kernels.argmax(self._capped(self.kernels.linear_any(hidden, self._head)))[0]
 
-    def shared_kv(self, caches: CacheSet) -> SharedKV:
+    def shared_kv(self, caches: CacheSet) -> SharedKV | LentKV:
         """What the drafter reads: committed rows only, at most a window of the sliding layer's."""
-        sliding = caches[self.config.last_layer("sliding")].committed()
-        full = caches[self.config.last_layer("full")].committed()
+        layers = self.config.last_layer("sliding"), self.config.last_layer("full")
+        if caches.room is not None:
+            return LentKV(caches, *layers)
+        sliding, full = (caches[layer].committed() for layer in layers)
         return SharedKV((sliding[0], sliding[1]), (full[0], full[1]), caches.length)
 
     def _layers_over(self, run: Run, h: Tensor) -> Tensor:

@@ -43,6 +43,13 @@ def embed_rows(table: PackedWeight, ids: Tensor, scale: Tensor, rows: int, out: 
     return out
 
 
+def dense_rows(weight: PackedWeight) -> Tensor:
+    """The whole matrix, dequantized and rounded -> bf16 [N, K]; a table whose every row is asked for, times one."""
+    ids = torch.arange(weight.out_features, dtype=torch.int32, device=weight.codes.device)
+    one = torch.ones(1, dtype=torch.bfloat16, device=weight.codes.device)
+    return embed_rows(weight, ids, one, weight.out_features)
+
+
 @triton.jit(do_not_specialize=["groups"])
 def _embed(
     codes_ptr, scales_ptr, ids_ptr, scale_ptr, out_ptr, groups,
