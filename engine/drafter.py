@@ -101,7 +101,7 @@ class Drafter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     @torch.inference_mode()

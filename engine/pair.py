@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine import reading
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import config_role, parse_drafter_config, parse_target_config
 from engine.dispatch import DispatchPolicy
@@ -21,7 +23,7 @@ from engine.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its drafter and tokenizer where there are any, and what identifies the checkpoints."""
+    """A target, its drafter and tokenizer where there are any, what identifies the checkpoints, and load times."""
 
     target: Target
     drafter: Drafter | None
@@ -46,12 +48,18 @@ def load_pair(
 ) -> Pair:
     """Load a pair; CheckpointError, ConfigError or PairError say what is wrong with which folder."""
     policy = policy or DispatchPolicy()
+    clock = _Clock(device)
     if device.startswith("cuda"):
         torch.backends.cuda.matmul.allow_tf32 = policy.flags.enable_tf32
+        torch.zeros(1, device=device)  # the driver's context: seconds that belong to no checkpoint
+    clock.lap("device")
     checkpoint = _open(target_dir, "target")
     draft_checkpoint = None if drafter_dir is None else _open(drafter_dir, "drafter")
     config = parse_target_config(checkpoint.config, f"{checkpoint.name}/config.json")
+    clock.lap("open")
     target = Target(checkpoint, config, policy, device, dtype)
+    clock.lap("prepare")
+    clock.split("prepare", "read", checkpoint.meter.seconds)
     info: dict[str, Any] = {"target": _describe(checkpoint, target.nbytes), "drafter": None}
     drafter = None
     if draft_checkpoint is not None:
@@ -59,10 +67,38 @@ def load_pair(
         drafter = Drafter(draft_checkpoint, draft_config, policy, device, dtype)
         drafter.bind(target)
         info["drafter"] = _describe(draft_checkpoint, drafter.nbytes)
+        clock.lap("drafter")
     tokenizer = None
     if (target_dir / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(target_dir)
+    reading.release()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what repacking took; another child may need it
+    clock.lap("tokenizer")
+    info["phases"] = clock.phases
     return Pair(target, drafter, tokenizer, info)
+
+
+class _Clock:
+    """Seconds of each phase of a load, the device's work included."""
+
+    def __init__(self, device: str) -> None:
+        self.phases: dict[str, float] = {}
+        self._cuda = device.startswith("cuda")
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap belongs to this phase."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self._last = now
+
+    def split(self, whole: str, part: str, seconds: float) -> None:
+        """Some of the last phase's time was another phase, woven into it."""
+        rest = self.phases.pop(whole) - seconds
+        self.phases |= {part: seconds, whole: rest}
 
 
 def _open(path: Path, role: str) -> Checkpoint:

@@ -122,7 +122,7 @@ class Target:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     def new_caches(self) -> CacheSet:

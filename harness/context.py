@@ -122,7 +122,18 @@ class RunContext:
 
     def job(self, case: Case, kind: str, env: Mapping[str, str | None] | None = None, **args: Any) -> dict[str, Any]:
         """Run one job for a case in the child of its flags, `env` on top; returns the job's data."""
-        child = self.child(case, {**case.env, **(env or {})})
+        return self._ask(self.child(case, {**case.env, **(env or {})}), case, kind, args)
+
+    def aside(self, case: Case, name: str, kind: str, **args: Any) -> dict[str, Any]:
+        """Run one job in a child of its own, which loads no pair, gets no flags and ends with the job."""
+        log = self.log_dir / f"{_file_name(name)}.log"
+        self._note(f"starting {name}")
+        with Child(name, {}, log, command=self._command, on_event=self._hear) as child:
+            child.start(Setup(device=self.device_of(case), threads=self._threads))
+            return self._ask(child, case, kind, args)
+
+    def _ask(self, child: Child, case: Case, kind: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one job in a child; what it sends on the way is filed."""
 
         def receive(event: AnyEvent) -> None:
             if isinstance(event, RawLine):
@@ -292,6 +303,7 @@ class RunContext:
                 target=ready.target,
                 drafter=ready.drafter,
                 peak_memory_bytes=ready.peak_memory_bytes,
+                load_phases=ready.load_phases,
             )
             check_flags(name, env, ready.flags_requested, ready.flags_effective)
         except BaseException:

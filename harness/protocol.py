@@ -20,6 +20,8 @@ JobKind = Literal[
     "parity",
     "generate",
     "steps",
+    "decode_ours",
+    "decode_peer",
     "decline",
     "try",
 ]
@@ -62,6 +64,7 @@ class Ready(Message):
     target: dict[str, Any] = Field(default_factory=dict)
     drafter: dict[str, Any] = Field(default_factory=dict)
     load_s: float = 0.0
+    load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase: device, open, read, prepare, ...
     peak_memory_bytes: int | None = None
 
 

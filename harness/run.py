@@ -19,13 +19,14 @@ from harness.context import RunContext
 from harness.errors import UsageError
 from harness.estimate import Estimate, child_environments, estimate
 from harness.events import RunEvent
+from harness.grown import Grower
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, stray_flags
 from harness.record.lines import CaseLine, EndLine, StartLine
 from harness.record.store import DEFAULT_OUT, RecordStore, read_lines
 from harness.resume import Resumed, records_of
 from harness.spec.load import LoadedSpec
 from harness.spec.plan import Case, plan
-from harness.spec.resolve import missing_checkpoints, models_root
+from harness.spec.resolve import growable, missing_checkpoints, models_root
 
 INTERRUPTED, TERMINATED = 130, 143
 OnEvent = Callable[[RunEvent], None]
@@ -98,16 +99,29 @@ def chosen_cases(loaded: LoadedSpec, options: RunOptions) -> tuple[Case, ...]:
 
 def dry_run(loaded: LoadedSpec, options: RunOptions) -> Estimate:
     """Children and seconds of a run that is not started; times of the spec's latest record where there is one."""
-    missing = missing_checkpoints(loaded.spec.pair, loaded.folder, models_root())
+    cases = chosen_cases(loaded, options)
+    missing, growing = _missing(loaded, options)
     if missing:
-        reason = f"every case would be skipped: {'; '.join(missing)}"
-        return Estimate(0, 0.0, reason, {case.id: 0.0 for case in chosen_cases(loaded, options)})
+        word = "fail" if "weights" in options.require else "be skipped"
+        reason = f"every case would {word}: {'; '.join(missing)}"
+        return Estimate(0, 0.0, reason, {case.id: 0.0 for case in cases})
     for data in records_of(loaded, options.out):
         lines = read_lines(data / "runs.jsonl").lines
         measured = [line for line in lines if isinstance(line, CaseLine)]
         if measured:
-            return estimate(chosen_cases(loaded, options), measured, data.name)
-    return estimate(chosen_cases(loaded, options))
+            return estimate(cases, measured, data.name, growing=growing)
+    return estimate(cases, growing=growing)
+
+
+def _missing(loaded: LoadedSpec, options: RunOptions) -> tuple[tuple[str, ...], bool]:
+    """Why the pair cannot be had, empty where it can; and whether it would be grown first."""
+    root, real = models_root(), "weights" in options.require
+    missing = missing_checkpoints(loaded.spec.pair, loaded.folder, root, real=real)
+    geometry = growable(loaded.spec.pair, loaded.folder, root)
+    if not missing or geometry is None or real or not device_of(loaded, options).startswith("cuda"):
+        return missing, False
+    obstacle = Grower().obstacle(geometry)
+    return ((), True) if obstacle is None else (tuple(f"{reason}; {obstacle}" for reason in missing), False)
 
 
 def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None = None) -> RunOutcome:

@@ -67,7 +67,9 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix in model dtype."""
+        """Bytes of the matrix as its products read it: packed, or in model dtype where a backend multiplies that."""
+        if self.route == "qmv":
+            return int(self.operand.nbytes)
         return self.out_features * self.in_features * int(self.dtype.itemsize)
 
 

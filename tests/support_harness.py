@@ -169,6 +169,15 @@ def comparison(case: str, prompt: str, size: int, identical: bool) -> dict[str, 
     }
 
 
+def engine_lines(case: str, arm: str, context: int, ms: float, equal: int = 4) -> tuple[dict[str, Any], ...]:
+    """A block of four rows, of which `equal` are its chain's, and times of ten tokens."""
+    block = {"line": "block", "case": case, "arm": arm, "context_tokens": context, "rows": 4, "rows_equal": equal}
+    block |= {"differing_bytes": 9 * (4 - equal), "total_bytes": 64, "argmax_equal": 4, "repeatable": True}
+    block |= {"seconds": [ms / 500] * 5}
+    times = {"line": "decode", "case": case, "arm": arm, "context_tokens": context, "tokens": [5] * 15}
+    return block, {**times, "seconds": [ms / 1000] * 10}
+
+
 def check(case: str, name: str, passed: bool = True) -> dict[str, Any]:
     return {"line": "check", "case": case, "name": name, "passed": passed, "expected": "x", "found": "x"}
 
@@ -223,6 +232,16 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             seconds = [0.001] * 3
             content = {"line": "step", "case": case, "step": step, "rows": rows, "context_tokens": 7}
             line({**content, "seconds": seconds})
+    elif kind in ("decode_ours", "decode_peer"):
+        arm = args.get("peer", "ours")
+        if arm not in script.get("absent", ()):
+            for context in args["contexts"]:
+                for content in engine_lines(case, arm, context, script.get("decode_ms", {}).get(arm, 10.0)):
+                    line(content)
+        if arm != "ours":
+            reason = "is not installed" if arm in script.get("absent", ()) else None
+            line({"line": "peer", "case": case, "peer": arm, "reason": reason, "version": "1.0", "note": "a script"})
+        return {"ids": [1] * 60, "exact": True}
     elif kind == "machine":
         return {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []}
     return dict(script.get("data", {}))

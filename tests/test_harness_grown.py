@@ -26,7 +26,7 @@ from harness.grown import Grower
 from harness.record.model import Record
 from harness.record.sections.context import host, not_covered
 from harness.record.sections.summary import summary
-from harness.run import RunOptions, run_spec
+from harness.run import RunOptions, dry_run, run_spec
 from harness.spec import Case, load_spec, plan
 from harness.spec.resolve import growable, missing_checkpoints, pair_folders
 
@@ -331,3 +331,18 @@ def test_harness_without_a_cache_hashes_nothing(tmp_path: Path, monkeypatch: pyt
     case = cases_of(tmp_path)[0]
     assert case.pair is not None
     assert pair_folders(case.pair, case.folder, None) == (None, None)
+
+
+def test_a_dry_run_says_that_the_pair_is_grown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against "every case would be skipped" for a run that would build the pair and measure it."""
+    loaded = load_spec(ROOT / "specs" / "gemma4_12b.yaml")
+    options = RunOptions(out=tmp_path / "out")
+    plan = dry_run(loaded, options)
+    assert "the pair is not here and is grown first" in plan.basis
+    assert plan.children > 0
+    assert plan.seconds > sum(plan.cases.values())
+    assert "every case would be skipped" in dry_run(loaded, dataclasses.replace(options, device="cpu")).basis
+    demanded = dry_run(loaded, dataclasses.replace(options, require=("weights",)))
+    assert "every case would fail: needs checkpoint" in demanded.basis
+    monkeypatch.setattr(grown, "NEEDED_GB", {"12b": 1e9})
+    assert "growing it takes 1e+09 GB of disk" in dry_run(loaded, options).basis

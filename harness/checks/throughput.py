@@ -21,8 +21,10 @@ from harness.checks.base import (
     of_type,
     prompt_inputs,
 )
-from harness.record.lines import AnyLine, ArmLine, CheckLine, DecisionLine, Outcome, Verdict
+from harness.record.lines import AnyLine, ArmLine, CheckLine, DecisionLine, FloorLine, Outcome, StepLine, Verdict
+from harness.record.speed import arm_figures, step_figures
 from harness.spec.model import Arm, Throughput
+from harness.step_bars import StepBar, step_bars
 
 if TYPE_CHECKING:
     from harness.context import RunContext
@@ -63,7 +65,7 @@ def measure(case: Case, context: RunContext) -> None:
             case,
             "steps",
             prompt=prompts[(check.repeats - 1) % len(prompts)],
-            context_tokens=prompt_tokens + check.max_tokens // 2,
+            contexts=check.step_contexts or (prompt_tokens + check.max_tokens // 2,),
             block_sizes=sorted({arm.block_size for arm in check.arms if arm.block_size is not None}),
             samples=STEP_SAMPLES,
         )
@@ -165,8 +167,20 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
     drift = _drift(arms)
     if drift:
         reasons.append(drift)
-    outcome: Outcome = "unresolved" if worst == "unresolved" else "pass"
-    return Judgement(outcome, "; ".join(reasons) + acceptance_note(arms) + inexact_note(decisions), worst)
+    bars = _bars(case, check, lines)
+    if missed := [bar.words for bar in bars if bar.met is False]:
+        return Judgement("fail", "; ".join([*missed, *reasons]), worst)
+    undecided = [bar.words for bar in bars if bar.met is None]
+    outcome: Outcome = "unresolved" if worst == "unresolved" or undecided else "pass"
+    met = [f"{len(bars)} bars met"] if bars and not undecided else undecided
+    return Judgement(outcome, "; ".join([*reasons, *met]) + acceptance_note(arms) + inexact_note(decisions), worst)
+
+
+def _bars(case: Case, check: Throughput, lines: Sequence[AnyLine]) -> tuple[StepBar, ...]:
+    """The bars over the figures that the record will show."""
+    arms = arm_figures(of_type(lines, ArmLine), check.smallest_effect, withhold=False)
+    steps = step_figures(of_type(lines, StepLine), arms, False, of_type(lines, FloorLine))
+    return step_bars(check.bars, case.block_size, arms, steps)
 
 
 def _judge_arm(arm: Arm, lines: Sequence[ArmLine], check: Throughput) -> stats.VerdictResult | Judgement:

@@ -11,6 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from harness.errors import RecordError
+from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
 from harness.record.host import device_label, host_rows
@@ -18,13 +22,16 @@ from harness.record.kernels import kernel_figures
 from harness.record.lines import (
     AnyLine,
     ArmLine,
+    BlockLine,
     CaseLine,
     CheckLine,
     ChildLine,
     ComparisonLine,
     DecisionLine,
+    DecodeLine,
     DrawLine,
     EndLine,
+    FloorLine,
     KernelLine,
     KernelShapeLine,
     Outcome,
@@ -34,12 +41,15 @@ from harness.record.lines import (
     Verdict,
 )
 from harness.record.model import (
+    ArmFigures,
+    BarFigures,
     CaseRecord,
     CheckFigures,
     ChildRecord,
     ComparisonFigures,
     DrawFigures,
     Record,
+    StepFigures,
 )
 from harness.record.spec_view import CaseName, SpecView
 from harness.record.speed import (
@@ -51,6 +61,8 @@ from harness.record.speed import (
     step_figures,
 )
 from harness.record.speed import UNFINISHED as UNFINISHED_ARMS
+from harness.spec.speed_model import StepBars
+from harness.step_bars import step_bars
 
 CaseEvent = (
     DrawLine
@@ -58,10 +70,13 @@ CaseEvent = (
     | ComparisonLine
     | ArmLine
     | StepLine
+    | FloorLine
     | CheckLine
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | BlockLine
+    | DecodeLine
     | CaseLine
 )
 UNFINISHED = "unfinished: the run stopped before this case ended"
@@ -192,12 +207,14 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
     checks = [event for event in events if isinstance(event, CheckLine)]
     arm_lines = [event for event in events if isinstance(event, ArmLine)]
     step_lines = [event for event in events if isinstance(event, StepLine)]
-    no_verdict = UNFINISHED_ARMS if ended is None else None if ended.outcome in ("pass", "unresolved") else NOT_JUDGED
+    judged = ended is not None and (ended.outcome in ("pass", "unresolved") or ended.verdict is not None)
+    no_verdict = UNFINISHED_ARMS if ended is None else None if judged else NOT_JUDGED
     arms = arm_figures(arm_lines, spec.smallest_effect(name.check), withhold=withhold, no_verdict=no_verdict)
     kind = ended.kind if ended else str(spec.setting(name.check, "kind", "unknown"))
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
     failing = next((draw for draw in draws if not draw.passed), None)
     kernel = kernel_figures(events)
+    steps = step_figures(step_lines, arms, withhold, [event for event in events if isinstance(event, FloorLine)])
     return CaseRecord(
         id=case_id,
         name=name.name,
@@ -225,10 +242,29 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         comparisons=tuple(build_comparison(event) for event in events if isinstance(event, ComparisonLine)),
         checks=tuple(CheckFigures(**check.model_dump(exclude={"line", "case"})) for check in checks),
         arms=arms,
-        steps=step_figures(step_lines, arms, withhold),
+        steps=steps,
+        bars=() if withhold or not steps else bar_figures(spec, name.check, arms, steps),
         kernel=kernel,
+        decode=decode_figures(events, withhold),
+        engines=engine_figures(events) if kind == "peer_decode" else (),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
+    )
+
+
+def bar_figures(
+    spec: SpecView, check: str, arms: Sequence[ArmFigures], steps: Sequence[StepFigures]
+) -> tuple[BarFigures, ...]:
+    """The spec's bars on steps and speed-up over the figures of its case."""
+    try:
+        bars = StepBars.model_validate(spec.setting(check, "bars", {}))
+    except ValidationError as error:
+        raise RecordError(
+            f"the record's spec.yaml: bars of {check} are malformed: {error.errors()[0]['msg']}"
+        ) from None
+    found = step_bars(bars, spec.block_size, arms, steps)
+    return tuple(
+        BarFigures(what=bar.what, value=bar.value, limit=bar.limit, highest=bar.highest, met=bar.met) for bar in found
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.flags import FlagError, read_flags
 from harness import stats
+from harness.kernel_figures import OURS
 from harness.record.lines import AnyLine, ArmLine, ChildLine, ComparisonLine
 from harness.record.model import CaseRecord
 
@@ -116,6 +117,21 @@ def _kernel(case: CaseRecord) -> Iterator[str]:
             yield f"outcome {case.outcome}, but {peer.peer} is said to have run and has no time"
 
 
+def _peer_decode(case: CaseRecord) -> Iterator[str]:
+    if case.outcome not in MEASURED:
+        return
+    ours = [line for line in case.decode if line.arm == OURS]
+    if not ours:
+        yield f"outcome {case.outcome}, but our own decode was not measured"
+    for line in ours:
+        if line.rows_equal != line.rows or line.differing_bytes:
+            yield f"outcome {case.outcome}, but our block after {line.context_tokens} tokens is not our chain"
+    timed = {line.arm for line in case.decode if line.n}
+    for engine in case.engines:
+        if engine.reason is None and engine.peer not in timed:
+            yield f"outcome {case.outcome}, but {engine.peer} is said to have run and has no time"
+
+
 def _no_rule(case: CaseRecord) -> Iterator[str]:
     if case.outcome == "pass":
         yield f"outcome pass of unknown kind {case.kind!r}; nothing here can confirm it"
@@ -129,6 +145,7 @@ OUTCOME_RULES = {
     "geometry": _statements,
     "row_identity": _statements,
     "kernel_throughput": _kernel,
+    "peer_decode": _peer_decode,
     "decline": _decline,
 }
 

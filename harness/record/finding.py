@@ -71,13 +71,18 @@ def _bad_news(
         return f"MTP declines, {short(declined.first_divergence_text or declined.decision_reason or declined.reason)}"
     if any(case.inexact for case in cases):
         return "MTP engaged inexact, by override"
-    failed = [case for case in cases if case.outcome == "fail" and case.check not in known_failures]
+    failed = [c for c in cases if c.outcome == "fail" and c.check not in known_failures and not _only_bars(c)]
     if failed:
         first = failed[0]
         what = short(first.first_divergence_text or first.reason)
         verb = "fails" if len(failed) == 1 else "fail"
         return f"{len(failed)} of {plural(len(cases), 'case')} {verb}, first {first.name}: {what}"
     return None
+
+
+def _only_bars(case: CaseRecord) -> bool:
+    """Whether a case failed on its bars alone: its text is right and its speed-up was judged."""
+    return case.outcome == "fail" and case.verdict is not None and any(bar.met is False for bar in case.bars)
 
 
 def _difference(cases: Sequence[CaseRecord]) -> str:
@@ -107,6 +112,10 @@ def _speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -> tuple[
     words = [arm_words(arm, named=len(arms) > 1) for arm in arms]
     found: set[Verdict] = {arm.verdict for arm in arms}
     mark = "negative" if "slower" in found else "unresolved" if "unresolved" in found else None
+    missed = [bar for case in cases for bar in case.bars if bar.met is False]
+    if missed:
+        bars = f"{plural(len(missed), 'bar')} missed, first {missed[0].what} {missed[0].value:.3g}"
+        return f"{'; '.join(words)}, byte-identical, {bars}", "negative"
     return f"{'; '.join(words)}, byte-identical", mark
 
 

@@ -66,6 +66,7 @@ class ChildLine(Line):
     target: dict[str, Any] = Field(default_factory=dict)  # checkpoint name, fingerprint, bytes
     drafter: dict[str, Any] = Field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase of ready_s, the pair's part
 
 
 class DrawLine(Line):
@@ -155,6 +156,18 @@ class StepLine(Line):
     seconds: tuple[float, ...]
 
 
+class FloorLine(Line):
+    """What a classic step must read at a context, and how long this card takes to read so much: the byte floor."""
+
+    line: Literal["floor"] = "floor"
+    case: str
+    context_tokens: int
+    weight_bytes: int  # every matrix once, the LM head among them, as the kernels read it
+    kv_bytes: int  # keys and values that the new row sees, over all layers
+    stream_bytes: int  # of the buffer that the stream reads
+    stream_s: tuple[float, ...]  # seconds of one read of it, in the same run
+
+
 class CheckLine(Line):
     """One named yes-or-no statement of `geometry`, `row_identity` or `decline`."""
 
@@ -208,6 +221,33 @@ class KernelLine(Line):
     rel_error: float | None = None  # ||out - ref|| / ||ref|| against float64 of the function that this arm computes
 
 
+class BlockLine(Line):
+    """One engine's block of rows against its own chain, logits as bytes, after one context."""
+
+    line: Literal["block"] = "block"
+    case: str
+    arm: str  # "ours" or a peer
+    context_tokens: int
+    rows: int
+    rows_equal: int
+    differing_bytes: int
+    total_bytes: int
+    argmax_equal: int  # rows whose greedy token is the chain's
+    repeatable: bool  # the same chain twice gave the same bytes
+    seconds: tuple[float, ...]  # of the block's forward, run a few times after a first one
+
+
+class DecodeLine(Line):
+    """Classic decode of one engine after one context: seconds from one token to the next, as its user gets them."""
+
+    line: Literal["decode"] = "decode"
+    case: str
+    arm: str
+    context_tokens: int
+    tokens: tuple[int, ...]  # what it decoded, the untimed first ones included
+    seconds: tuple[float, ...]
+
+
 class CaseLine(Line):
     """How a case ended. Written once per case; a resumed run skips cases that have one (except `error`)."""
 
@@ -239,10 +279,13 @@ AnyLine = Annotated[
     | ComparisonLine
     | ArmLine
     | StepLine
+    | FloorLine
     | CheckLine
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | BlockLine
+    | DecodeLine
     | CaseLine
     | EndLine,
     Field(discriminator="line"),

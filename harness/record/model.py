@@ -23,6 +23,11 @@ def _rounded(value: float) -> float:
 Figure = Annotated[float, AfterValidator(_rounded)]
 
 
+def later(default: Any = None) -> Any:
+    """A field that came after the first records: left out of record.json where absent, so old ones keep their bytes."""
+    return Field(default=default, exclude_if=lambda value: value in (None, {}, ()))
+
+
 class Part(BaseModel):
     """Base of every part: unknown keys refused, frozen."""
 
@@ -150,6 +155,17 @@ class StepFigures(Part):
     predicted_speedup_unpadded: Figure | None  # against the unpadded classic step
     measured_speedup: Figure | None
     break_even_acceptance: Figure | None  # acceptance rate at which both arms take the same time
+    floor: FloorFigures | None = later()
+
+
+class FloorFigures(Part):
+    """The least time of a classic step: what it must read over the measured stream's rate."""
+
+    weight_bytes: int
+    kv_bytes: int
+    stream_gb_per_s: Figure  # median over repeats
+    floor_ms: Figure
+    floor_share: Figure | None  # floor / classic step
 
 
 class PeerFigures(Part):
@@ -194,6 +210,47 @@ class KernelFigures(Part):
     peers: tuple[PeerFigures, ...]
 
 
+class BarFigures(Part):
+    """One bar of a throughput case."""
+
+    what: str
+    value: Figure | None
+    limit: Figure
+    highest: bool  # the limit is a maximum
+    met: bool | None  # None: not measured
+
+
+class DecodeFigures(Part):
+    """One engine after one context; ours, or a peer on the same checkpoint. No time where the run's tokens differ."""
+
+    arm: str
+    context_tokens: int
+    ms_per_token: Figure | None  # median
+    min_ms: Figure | None
+    max_ms: Figure | None
+    n: int
+    speedup: Figure | None  # its time over ours: above 1 ours is faster
+    same_tokens: int | None  # first tokens of its text that are ours
+    tokens: int
+    rows: int  # of the block
+    rows_equal: int | None  # rows of its block that have its own chain's bytes
+    differing_bytes: int | None
+    total_bytes: int | None
+    argmax_equal: int | None
+    repeatable: bool | None  # its chain twice: the same bytes
+    block_ms: Figure | None  # median time of the block
+    block_over_token: Figure | None  # block_ms / ms_per_token: what a verify costs there
+
+
+class EngineFigures(Part):
+    """A peer of a `peer_decode` case."""
+
+    peer: str
+    reason: str | None  # why it was not measured
+    version: str
+    note: str
+
+
 class CaseRecord(Part):
     """One case: how it ended, and the figures of its kind."""
 
@@ -225,6 +282,9 @@ class CaseRecord(Part):
     arms: tuple[ArmFigures, ...] = ()
     steps: tuple[StepFigures, ...] = ()
     kernel: KernelFigures | None = None
+    bars: tuple[BarFigures, ...] = later(())
+    decode: tuple[DecodeFigures, ...] = later(())
+    engines: tuple[EngineFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
 
@@ -242,6 +302,7 @@ class ChildRecord(Part):
     target: dict[str, Any]
     drafter: dict[str, Any]
     peak_memory_bytes: int | None
+    load_phases: dict[str, Figure] = later({})  # seconds by phase of ready_s
 
 
 class Record(Part):

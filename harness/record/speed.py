@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from harness import stats
-from harness.record.lines import ArmLine, StepLine
-from harness.record.model import AcceptanceFigures, ArmFigures, RepeatFigures, StepFigures, StepTime
+from harness.record.lines import ArmLine, FloorLine, StepLine
+from harness.record.model import AcceptanceFigures, ArmFigures, FloorFigures, RepeatFigures, StepFigures, StepTime
 
 WITHHELD = "withheld: MTP's tokens differ from classic's in this run"
 UNFINISHED = "the run stopped before all repeats were measured, and stopping early would pick the result"
@@ -153,20 +153,28 @@ def run_costs(arm: Sequence[ArmLine], brackets: Sequence[ArmLine]) -> dict[str, 
     return {name: 1000 * seconds / times for name, (seconds, times) in totals.items() if times > 0 and seconds > 0}
 
 
-def step_figures(lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool) -> tuple[StepFigures, ...]:
-    """Step times by context length and verify width, each with what they predict."""
+def step_figures(
+    lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool, floors: Sequence[FloorLine] = ()
+) -> tuple[StepFigures, ...]:
+    """Step times by context length and verify width, each with what they predict and the byte floor where known."""
     found: list[StepFigures] = []
     for context in sorted({line.context_tokens for line in lines}):
         here = [line for line in lines if line.context_tokens == context and line.seconds]
+        floor = next((line for line in floors if line.context_tokens == context), None)
         widths = sorted({line.rows for line in here if line.step == "verify"})
         for width in widths or [1]:
             usable = [line for line in here if line.step != "verify" or line.rows == width]
-            found.append(one_step(context, width, usable, arms, withhold))
+            found.append(one_step(context, width, usable, arms, withhold, floor))
     return tuple(found)
 
 
 def one_step(
-    context: int, width: int, lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool
+    context: int,
+    width: int,
+    lines: Sequence[StepLine],
+    arms: Sequence[ArmFigures],
+    withhold: bool,
+    floor: FloorLine | None = None,
 ) -> StepFigures:
     """Step times at one context and one block size."""
     times = {line.step: step_time(line) for line in lines}
@@ -194,6 +202,23 @@ def one_step(
         predicted_speedup_unpadded=predicted_unpadded,
         measured_speedup=arm.speedup if arm is not None else None,
         break_even_acceptance=break_even,
+        floor=floor_figures(floor, classic) if floor is not None else None,
+    )
+
+
+def floor_figures(line: FloorLine, classic_ms: float | None) -> FloorFigures | None:
+    """The byte floor at one context; None for a stream that took no time."""
+    seconds = stats.median_ms(line.stream_s) / 1000 if line.stream_s else 0.0
+    if seconds <= 0:
+        return None
+    rate = line.stream_bytes / seconds
+    floor_ms = 1000 * (line.weight_bytes + line.kv_bytes) / rate
+    return FloorFigures(
+        weight_bytes=line.weight_bytes,
+        kv_bytes=line.kv_bytes,
+        stream_gb_per_s=rate / 1e9,
+        floor_ms=floor_ms,
+        floor_share=floor_ms / classic_ms if classic_ms else None,
     )
 
 

@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from harness.spec.base import Count, Model
 from harness.spec.kernel_model import Backend, Bars, Context, GeometryName, KernelOp, LayerKind, MatrixShape, Peer
+from harness.spec.speed_model import DecodePeer, PeerSpeedups, StepBars
 
 Stage = Literal["base", "attention", "attention_mlp", "rowwise"]
 Op = Literal["linear", "rmsnorm", "rope", "geglu", "attention", "lm_head"]
@@ -281,6 +282,10 @@ class Throughput(Speculating):
     """Passes to throw away first."""
     smallest_effect: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Smallest change of interest, as a share (0.02 is 2 %)."""
+    step_contexts: tuple[Context, ...] = ()
+    """Contexts, in tokens, at which single steps are timed; default: the middle of the timed runs."""
+    bars: StepBars = StepBars()
+    """What the figures must reach; without bars a case only measures."""
     slow: bool = True
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
@@ -323,6 +328,26 @@ class KernelThroughput(CheckBase):
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
 
+class PeerDecode(CheckBase):
+    """Other engines on the pair's target."""
+
+    claim: ClassVar[str] = "rows are exact; time per token beside other engines on the same checkpoint and prompt"
+    kind: Literal["peer_decode"]
+    """`peer_decode`: time per token beside other engines, and whether each one's block equals its own chain."""
+    peers: Annotated[tuple[DecodePeer, ...], Field(min_length=1)] = ("mlx_lm", "transformers")
+    """Engines beside ours, each in a process of its own; one that is not installed is named with the reason."""
+    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=1)] | None = None
+    """One prompt, continued by our classic decode to the longest context; default: the first of greedy_parity's."""
+    contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = (512, 2048)
+    """Contexts in tokens; every engine gets the same ids."""
+    tokens: Annotated[int, Field(ge=2, le=1000)] = 20
+    """Tokens that are decoded and timed one by one after each context."""
+    min_speedup: PeerSpeedups = PeerSpeedups()
+    """How many times as fast as a peer ours must be, at every context."""
+    slow: bool = True
+    """Left out of the short test run; a measurement is slow unless you say otherwise."""
+
+
 class Decline(Generating):
     """A pair or stage that must not engage."""
 
@@ -344,7 +369,15 @@ class Decline(Generating):
 
 
 CheckKind = (
-    Geometry | RowIdentity | ExactnessProbe | Attribution | GreedyParity | Throughput | KernelThroughput | Decline
+    Geometry
+    | RowIdentity
+    | ExactnessProbe
+    | Attribution
+    | GreedyParity
+    | Throughput
+    | KernelThroughput
+    | PeerDecode
+    | Decline
 )
 Check = Annotated[CheckKind, Field(discriminator="kind")]
 CHECK_MODELS: dict[str, type[CheckBase]] = {

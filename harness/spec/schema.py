@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from engine.flags import FLAGS
 from harness.spec import kernel_model as km
 from harness.spec import model as m
+from harness.spec import speed_model as sm
 
 SCHEMA_FILE = "spec.schema.json"
 README_FILE = "README.md"
@@ -33,10 +34,12 @@ _SHARED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`prompts`", m.Prompt),
     ("`arms`", m.Arm),
     ("geometry's `expect`", m.GeometryExpect),
+    ("throughput's `bars`", sm.StepBars),
     ("kernel_throughput's `shapes`", km.MatrixShape),
     ("kernel_throughput's `bars`", km.Bars),
     ("`max_peer_ratio`", km.PeerBars),
     ("a peer's bars", km.RowBars),
+    ("peer_decode's `min_speedup`", sm.PeerSpeedups),
 )
 
 

@@ -98,6 +98,7 @@ class Bench:
             target=info.get("target") or {},
             drafter=info.get("drafter") or {},
             load_s=self.load_s,
+            load_phases={phase: round(seconds, 3) for phase, seconds in (info.get("phases") or {}).items()},
             peak_memory_bytes=peak_memory_bytes(),
         )
 

@@ -1,4 +1,4 @@
-"""Times of single steps at one context: the inputs of the cost model."""
+"""Times of single steps at one or more contexts: the inputs of the cost model, and of the byte floor."""
 
 from __future__ import annotations
 
@@ -10,23 +10,42 @@ import torch
 
 from engine.prefill import run_prefill
 from harness.record.lines import StepLine
-from harness.worker.bench import DEFAULT_STAGE, Bench, Output
+from harness.worker.bench import DEFAULT_STAGE, Bench, Output, PromptInput
+from harness.worker.floor import floor_line, stream_seconds
 
 WARMUP = 3
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Args: prompt, context_tokens, block_sizes, samples. Sends a line per step and block size.
+    """Args: prompt, contexts, block_sizes, samples. Sends a line per context, step and block size.
 
-    The context is the prompt and classic's own continuation of it, so that the drafter sees real text. The four kinds
-    of step take turns inside each sample, so that drift of the machine falls on all of them alike.
+    A context is the prompt and classic's own continuation of it, so that the drafter sees real text. The four kinds
+    of step take turns inside each sample, so that drift of the machine falls on all of them alike. On a GPU the byte
+    floor's inputs come along: the stream is read right here, between the same two cases.
     """
+    contexts = sorted({max(int(count), 1) for count in args["contexts"]})
+    text = continued(bench, bench.prompt(args["prompt"]), contexts[-1])
+    stream = stream_seconds(bench.device) if bench.device.startswith("cuda") else None
+    for count in contexts:
+        context = text[:count]
+        if stream is not None:
+            out.line(floor_line(out.case, bench.at(DEFAULT_STAGE).target, len(context), stream))
+        _time_context(bench, args, context, out)
+    return {}
+
+
+def continued(bench: Bench, prompt: PromptInput, count: int) -> list[int]:
+    """`count` tokens of text: the prompt, and classic's own continuation where it is shorter."""
+    missing = max(count - len(prompt.tokens), 0)
+    if not missing:
+        return list(prompt.tokens[:count])
+    return [*prompt.tokens, *bench.classic(bench.request(prompt, missing, True)).tokens][:count]
+
+
+def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: Output) -> None:
+    """Every step at one context, in turns."""
     pair = bench.at(DEFAULT_STAGE)
     target, drafter = pair.target, pair.drafter
-    prompt = bench.prompt(args["prompt"])
-    missing = max(args["context_tokens"] - len(prompt.tokens), 0)
-    text = [*prompt.tokens, *bench.classic(bench.request(prompt, missing, True)).tokens]
-    context = text[: max(args["context_tokens"], 1)]
     caches = target.new_caches()
     prefilled = run_prefill(target, context, None, bench.prefill_chunk, caches)
     token, hidden = prefilled.first_token, prefilled.hidden
@@ -79,7 +98,6 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
                 }
             )
         )
-    return {}
 
 
 def _timed(step: Callable[[], None], device: str) -> float:

@@ -144,7 +144,8 @@ def steps(record: Record, stem: str) -> str:
         + (PADDING_NOTE if any(figures.unpadded_step_ms for _, figures in found) else ""),
     ]
     for case, figures in found:
-        parts += [_step_table(figures), _model_table(case, figures)]
+        parts += [_step_table(figures), _floor_table(figures), _model_table(case, figures)]
+    parts += [_bar_table(case) for case in record.cases]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -169,6 +170,33 @@ def _step_table(figures: StepFigures) -> str:
         ">Samples",
     ]
     return table(columns, rows)
+
+
+def _bar_table(case: CaseRecord) -> str:
+    words = {True: "met", False: "**missed**", None: "not measured"}
+    rows = [
+        [cell(bar.what), share(bar.value), f"{'at most' if bar.highest else 'at least'} {bar.limit:g}", words[bar.met]]
+        for bar in case.bars
+    ]
+    return table(["Bar", ">Measured", ">Limit", "Outcome"], rows) if rows else ""
+
+
+def _floor_table(figures: StepFigures) -> str:
+    floor = figures.floor
+    if floor is None:
+        return ""
+    rows = [
+        [
+            f"{floor.weight_bytes / 1e9:.2f}",
+            f"{floor.kv_bytes / 1e9:.3f}",
+            count(round(floor.stream_gb_per_s)),
+            ms(floor.floor_ms),
+            ms(figures.classic_step_ms),
+            share(floor.floor_share),
+        ]
+    ]
+    columns = [">Matrices GB", ">Keys and values GB", ">Stream GB/s", ">Byte floor ms", ">Classic step ms"]
+    return table([*columns, ">Floor / step"], rows)
 
 
 def _model_table(case: CaseRecord, figures: StepFigures) -> str:
