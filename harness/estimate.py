@@ -64,9 +64,13 @@ def nominal_seconds(case: Case) -> float:
             tokens = len(check.prompts) * (1 + sizes) * check.max_tokens
             return sizes * _probe_seconds((8, 8, 8), True) + tokens * STEP_S
         case m.Throughput():
-            slots = 2 + len(check.arms)
-            runs = len(check.prompts or ()) * (1 + len(check.arms)) + (check.repeats + max(check.warmup - 1, 0)) * slots
-            return _probe_seconds((8, 8, 8), True) + runs * check.max_tokens * STEP_S + 5.0
+            arms, turns = len(check.arms), 2 if check.order == "abba" else 1
+            runs = len(check.prompts or ()) * (1 + arms) + check.repeats * (2 + turns * arms)
+            runs += 2 * check.null_blocks * check.processes * (2 + turns)
+            passes = max(check.warmup - 1, 0) + (check.processes - 1) * max(check.warmup, 1)
+            fresh = CHILD_S + _probe_seconds((8, 8, 8), True)
+            steps = (runs + passes * (1 + arms)) * check.max_tokens
+            return check.processes * fresh - CHILD_S + steps * STEP_S + 10.0
         case m.KernelThroughput():
             return KERNEL_CASE_S
         case m.Decline():

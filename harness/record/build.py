@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.pairs import is_bracketed
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
 from harness.record.host import device_label, host_rows
@@ -46,7 +47,6 @@ from harness.record.speed import (
     NOT_JUDGED,
     acceptance_figures,
     arm_figures,
-    is_bracketed,
     outputs_by_prompt,
     step_figures,
 )

@@ -6,9 +6,9 @@ Units live in the names (`_ms`, `_s`, `_bytes`); shares and deltas are parts of 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from harness.record.lines import Divergence, Outcome, Verdict
 
@@ -27,6 +27,15 @@ class Part(BaseModel):
     """Base of every part: unknown keys refused, frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    ADDED: ClassVar[tuple[str, ...]] = ()  # younger than the first records: left out while empty, so those stay as read
+
+    @model_serializer(mode="wrap")
+    def _without_empty_additions(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = serialize(self)
+        for name in self.ADDED:
+            if name in data and getattr(self, name) == type(self).model_fields[name].default:
+                del data[name]
+        return data
 
 
 class AcceptanceFigures(Part):
@@ -96,10 +105,22 @@ class RepeatFigures(Part):
     null: Figure | None
     acceptance: AcceptanceFigures | None
     distinct_tokens: int
+    process: int | None = None
+    ADDED: ClassVar[tuple[str, ...]] = ("process",)
+
+
+class DiscardFigures(Part):
+    """Why a pair does not count."""
+
+    repeat: int
+    cause: str
+    detail: str
 
 
 class ArmFigures(Part):
     """One arm over all repeats. No figure here compares speed when `identical` is false."""
+
+    ADDED: ClassVar[tuple[str, ...]] = ("processes", "null_block", "discarded")
 
     arm: str
     block_size: int
@@ -123,6 +144,9 @@ class ArmFigures(Part):
     classic_step_ms: Figure | None  # in the brackets: per token
     round_ms: Figure | None  # in the timed runs: per round, everything included
     repeats: tuple[RepeatFigures, ...]
+    processes: tuple[int, ...] = ()  # of each delta
+    null_block: tuple[Figure, ...] = ()  # deltas of classic in the arm's place
+    discarded: tuple[DiscardFigures, ...] = ()
 
 
 class StepTime(Part):
