@@ -180,9 +180,10 @@ def judge_deltas(
     """The verdict on paired deltas against their null deltas and those of null blocks.
 
     Fewer than six pairs: every delta must lie beyond the largest |null|. Six or more: the 95 % interval of the deltas
-    must lie beyond both the smallest effect of interest and |mean null|. Everything else is unresolved, never "equal";
-    equivalent needs an interval inside +- the smallest effect. `processes` gives each pair's process: the interval
-    then draws processes before pairs. More than a fifth of the pairs `discarded` voids the run.
+    must lie beyond both the smallest effect of interest and |mean null|. Equivalent needs a wider interval
+    (`resample.wide_tail`) inside +- the smallest effect. Everything else is unresolved, never "equal". `processes`
+    gives each pair's process: the interval then draws processes before pairs. More than a fifth of the pairs
+    `discarded` voids the run.
     """
     if (deltas and not nulls) or len(deltas) % max(len(nulls), 1):
         raise ValueError(f"{len(deltas)} deltas and {len(nulls)} null deltas do not pair")
@@ -206,16 +207,17 @@ def judge_deltas(
         reason = f"not every delta lies beyond ±{100 * floor:.1f} %, the largest |null|"
         return VerdictResult("unresolved", reason + _advice(deltas, nulls, smallest_effect))
     if processes is None:
-        low, high = interval = bootstrap_interval(deltas, resamples=resamples)
+        interval = wide = bootstrap_interval(deltas, resamples=resamples)
     else:
-        low, high = interval = resample.interval(deltas, processes, resamples=resamples)
+        interval, wide = resample.interval(deltas, processes, resamples=resamples)
+    low, high = interval
     floor = max(smallest_effect, abs(statistics.fmean(noise)))
     words = f"95 % interval {_percent(low)} to {_percent(high)}"
     if low > floor:
         return VerdictResult("faster", f"{words} lies above {100 * floor:.1f} %", interval)
     if high < -floor:
         return VerdictResult("slower", f"{words} lies below {-100 * floor:.1f} %", interval)
-    if -smallest_effect < low and high < smallest_effect:
+    if -smallest_effect < wide[0] and wide[1] < smallest_effect:
         return VerdictResult("equivalent", f"{words} lies within ±{100 * smallest_effect:.1f} %", interval)
     reason = f"{words} does not clear {100 * floor:.1f} % on either side"
     return VerdictResult("unresolved", reason + _advice(deltas, nulls, smallest_effect), interval)

@@ -176,6 +176,32 @@ class StepFigures(Part):
     break_even_acceptance: Figure | None  # acceptance rate at which both arms take the same time
 
 
+class OraclePoint(Part):
+    """What one block size costs and is predicted to give; `harness.oracle` says how."""
+
+    block_size: int
+    verify_ms: Figure
+    draft_step_ms: Figure
+    round_ms: Figure
+    break_even_acceptance: Figure
+    acceptance_rate: Figure | None
+    acceptance_length: Figure | None
+    basis: str | None  # where the acceptance comes from: measured, positions, extrapolated
+    predicted_speedup: Figure | None
+    measured_speedup: Figure | None
+
+
+class OracleFigures(Part):
+    """Costs C(1..K) at one context, and the block size they speak for."""
+
+    context_tokens: int
+    classic_step_ms: Figure
+    one_row_verify_ms: Figure | None
+    best_block_size: int | None  # 1: classic decode
+    advice: str
+    points: tuple[OraclePoint, ...]
+
+
 class PeerFigures(Part):
     """A peer beside our kernel. `ratio` is our time over its own, by rows; below 1 ours is faster."""
 
@@ -251,6 +277,9 @@ class CaseRecord(Part):
     kernel: KernelFigures | None = None
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
+    oracle: tuple[OracleFigures, ...] = ()
+    abandoned: int = 0  # repeats timed before an interruption; the case was timed anew and they count nowhere
+    ADDED: ClassVar[tuple[str, ...]] = ("oracle", "abandoned")
 
 
 class ChildRecord(Part):

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
-from harness import stats
+from harness import oracle, stats
 from harness.pairs import NULL, Pair, arms_of, judge_pairs, pairs_of, pooled_rate
 from harness.record.lines import ArmLine, StepLine
-from harness.record.model import AcceptanceFigures, ArmFigures, DiscardFigures, RepeatFigures, StepFigures, StepTime
+from harness.record.model import (
+    AcceptanceFigures,
+    ArmFigures,
+    DiscardFigures,
+    OracleFigures,
+    OraclePoint,
+    RepeatFigures,
+    StepFigures,
+    StepTime,
+)
 
 WITHHELD = "withheld: MTP's tokens differ from classic's in this run"
 UNFINISHED = "the run stopped before all repeats were measured, and stopping early would pick the result"
@@ -151,6 +161,7 @@ def step_figures(lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold
         for width in widths or [1]:
             usable = [line for line in here if line.step not in ("verify", "draft_round")]
             usable += [line for line in here if line.step == "verify" and line.rows == width]
+            usable += [one_draft(line) for line in here if line.step == "draft_round" and line.rows == width - 1]
             found.append(one_step(context, width, usable, arms, withhold))
     return tuple(found)
 
@@ -187,6 +198,12 @@ def one_step(
     )
 
 
+def one_draft(line: StepLine) -> StepLine:
+    """One draft of a round that was timed as a whole."""
+    each = tuple(value / line.rows for value in line.seconds)
+    return line.model_copy(update={"step": "draft", "rows": 1, "seconds": each})
+
+
 def step_time(line: StepLine) -> StepTime:
     """Median and extremes of one step line."""
     return StepTime(
@@ -197,3 +214,37 @@ def step_time(line: StepLine) -> StepTime:
         rows=line.rows,
         context_tokens=line.context_tokens,
     )
+
+
+def oracle_figures(lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool) -> tuple[OracleFigures, ...]:
+    """The break-even oracle at each context whose drafting was timed round by round; older records have none."""
+    found = []
+    for context in sorted({line.context_tokens for line in lines if line.step == "draft_round"}):
+        here = [line for line in lines if line.context_tokens == context and line.seconds]
+        classic = next((stats.median_ms(line.seconds) for line in here if line.step == "classic"), None)
+        if classic is None:
+            continue
+        verify = {line.rows: stats.median_ms(line.seconds) for line in here if line.step == "verify"}
+        drafting = {line.rows: stats.median_ms(line.seconds) for line in here if line.step == "draft_round"}
+        measured: dict[int, ArmFigures] = {}
+        for arm in arms:
+            measured.setdefault(arm.block_size, arm)
+        shares = {s: arm.acceptance.accepted_at for s, arm in measured.items() if arm.acceptance and not withhold}
+        known = oracle.points(oracle.Costs(classic, verify, drafting), shares)
+        found.append(
+            OracleFigures(
+                context_tokens=context,
+                classic_step_ms=classic,
+                one_row_verify_ms=verify.get(1),
+                best_block_size=oracle.best_block_size(known),
+                advice=oracle.advice(known),
+                points=tuple(
+                    OraclePoint(
+                        **asdict(point),
+                        measured_speedup=measured[point.block_size].speedup if point.block_size in measured else None,
+                    )
+                    for point in known
+                ),
+            )
+        )
+    return tuple(found)

@@ -16,10 +16,10 @@ WARMUP = 3
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Args: prompt, context_tokens, block_sizes, samples. Sends a line per step and block size.
+    """Args: prompt, context_tokens, block_sizes, samples. Sends a line per step and block size, and per draft count.
 
-    The context is the prompt and classic's own continuation of it, so that the drafter sees real text. The four kinds
-    of step take turns inside each sample, so that drift of the machine falls on all of them alike.
+    The context is the prompt and classic's own continuation of it, so that the drafter sees real text. The kinds and
+    sizes of step take turns inside each sample, so that drift of the machine falls on all of them alike.
     """
     pair = bench.at(DEFAULT_STAGE)
     target, drafter = pair.target, pair.drafter
@@ -51,11 +51,12 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
     deepest = max(args["block_sizes"]) - 1
     if drafter is not None:
         shared = target.shared_kv(caches)
+        for count in range(1, deepest + 1):
 
-        def draft() -> None:
-            drafter.draft(token, hidden, shared, deepest)
+            def draft(count: int = count) -> None:
+                drafter.draft(token, hidden, shared, count)
 
-        plans.append(("draft", deepest, draft, 0))
+            plans.append(("draft_round", count, draft, 0))
     seconds: list[list[float]] = [[] for _ in plans]
     total = args["samples"] + WARMUP
     for sample in range(total):
@@ -67,18 +68,8 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
             if sample >= WARMUP:
                 seconds[index].append(elapsed)
     for (name, rows, _, _), times in zip(plans, seconds, strict=True):
-        per = rows if name == "draft" else 1  # one call drafts a whole round: a line holds the time of one step
-        out.line(
-            StepLine.model_validate(
-                {
-                    "case": out.case,
-                    "step": name,
-                    "rows": 1 if name == "draft" else rows,
-                    "context_tokens": len(context),
-                    "seconds": tuple(value / per for value in times),
-                }
-            )
-        )
+        line = {"case": out.case, "step": name, "rows": rows, "context_tokens": len(context), "seconds": tuple(times)}
+        out.line(StepLine.model_validate(line))
     return {}
 
 
