@@ -275,7 +275,7 @@ def _judge_arm(arm: Arm, lines: Sequence[ArmLine], check: Throughput) -> stats.V
 
 def discard_note(pairs: Sequence[Pair]) -> str:
     """How many pairs were left out, by cause; empty when none was."""
-    causes = Counter(found.cause for pair in pairs for found in pair.disturbed)
+    causes = Counter(cause for pair in pairs for cause in sorted({found.cause for found in pair.disturbed}))
     dropped = sum(bool(pair.disturbed) for pair in pairs)
     words = ", ".join(f"{cause.replace('_', ' ')} {times}" for cause, times in causes.items())
     return f"; {dropped} of {len(pairs)} pairs discarded ({words})" if dropped else ""
