@@ -33,6 +33,11 @@ def estimate(cases: Sequence[Case], measured: Sequence[CaseLine] = (), record: s
     keys = {child_key(env) for case in cases if case.skip is None for env in child_environments(case)}
     seconds = sum(per_case.values()) + CHILD_S * len(keys)
     used = sum(case.id in known for case in cases)
+    fresh = sum(
+        case.check.processes * len({child_key(env) for env in child_environments(case)})
+        for case in cases
+        if isinstance(case.check, m.Throughput) and case.check.processes > 1 and case.skip is None
+    )
     nominal = f"{1000 * STEP_S:g} ms a step, as the nano pair takes on 2 cores; a larger pair takes longer"
     if used == len(cases) and cases:
         basis = f"the times in {record}"
@@ -40,7 +45,7 @@ def estimate(cases: Sequence[Case], measured: Sequence[CaseLine] = (), record: s
         basis = f"the times in {record} for {used} of {len(cases)} cases, else {nominal}"
     else:
         basis = nominal
-    return Estimate(len(keys), seconds, basis, per_case)
+    return Estimate(len(keys) + fresh, seconds, basis, per_case)
 
 
 def child_environments(case: Case) -> list[Mapping[str, str | None]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_harness import SPEC_TEXT, worker, write_spec
+from support_harness import SPEC_TEXT, alive, worker, write_spec
 
 from harness import disturbance, pairs, stats
 from harness.checks.registry import get
@@ -47,6 +47,21 @@ def measure(tmp_path: Path, case: Case, **script: Any) -> tuple[CaseLine, list[A
     )
     with context:
         return context.run(case), context.lines
+
+
+def test_a_fresh_process_starts_after_the_last_one_has_ended(tmp_path: Path) -> None:
+    """Guards against two loaded pairs that share the machine while the second is timed."""
+    left: list[bool] = []
+
+    def look(line: AnyLine) -> None:
+        if isinstance(line, ChildLine):
+            starts = (tmp_path / "starts.txt").read_text(encoding="utf-8").splitlines()
+            left.extend(alive(int(start.split()[0])) for start in starts[:-1])
+
+    case = decode_case(tmp_path, FULL)
+    with RunContext(log_dir=tmp_path / "logs", command=worker(tmp_path), lock_dir=tmp_path, emit=look) as context:
+        context.run(case)
+    assert left == [False]
 
 
 def timed(lines: Sequence[AnyLine]) -> list[ArmLine]:
