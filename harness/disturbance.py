@@ -41,23 +41,20 @@ def _process_ticks(stat: Path) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def foreign_cores(before: CpuReading, after: CpuReading) -> float:
-    """Cores that other processes kept busy between two readings."""
-    seconds = after.at_s - before.at_s
+def foreign_cores(before: CpuReading | None, after: CpuReading | None) -> float | None:
+    """Cores that other processes kept busy between two readings; None when that cannot be told."""
+    if before is None or after is None or after.at_s <= before.at_s:
+        return None
     foreign = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
-    return max(foreign, 0.0) / seconds if seconds > 0 else 0.0
+    return max(foreign, 0.0) / (after.at_s - before.at_s)
 
 
-def disturbances(
-    rule: Discard, before: CpuReading | None, after: CpuReading | None, throttled: str | None = None
-) -> tuple[Disturbance, ...]:
-    """Causes that the spec's rule names; `throttled` is what the device reported, in words, or None."""
+def disturbances(rule: Discard, foreign: float | None = None, throttled: str | None = None) -> tuple[Disturbance, ...]:
+    """Causes that the spec's rule names, from the cores that were `foreign` and what held the clock down, in words."""
     found = []
     if rule.throttled and throttled:
         found.append(Disturbance(cause="throttled", detail=throttled))
-    if rule.foreign_cores is not None and before is not None and after is not None:
-        busy = foreign_cores(before, after)
-        if busy > rule.foreign_cores:
-            detail = f"other processes kept {busy:.2f} cores busy, the limit is {rule.foreign_cores:g}"
-            found.append(Disturbance(cause="foreign_load", detail=detail))
+    if rule.foreign_cores is not None and foreign is not None and foreign > rule.foreign_cores:
+        detail = f"other processes kept {foreign:.2f} cores busy, the limit is {rule.foreign_cores:g}"
+        found.append(Disturbance(cause="foreign_load", detail=detail))
     return tuple(found)

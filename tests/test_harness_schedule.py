@@ -283,18 +283,20 @@ def test_foreign_load_leaves_our_own_out(tmp_path: Path) -> None:
     assert (after.busy_s, after.own_s) == (30.0, 20.0)
     later = CpuReading(before.at_s + 20.0, after.busy_s, after.own_s)
     assert disturbance.foreign_cores(before, later) == pytest.approx(0.5)
-    rule = Discard(foreign_cores=0.4)
-    (found,) = disturbance.disturbances(rule, before, later)
-    assert found.detail == "other processes kept 0.50 cores busy, the limit is 0.4"
-    assert disturbance.disturbances(Discard(foreign_cores=0.6), before, later) == ()
-    assert disturbance.disturbances(Discard(), before, later) == ()
     assert disturbance.cpu_reading((), tmp_path / "nowhere") is None
+    assert disturbance.foreign_cores(None, later) is None
+    assert disturbance.foreign_cores(before, before) is None
 
 
-def test_throttling_counts_unless_the_spec_says_no() -> None:
-    """Guards against a cause that the spec switched off, and one that is ignored by default."""
-    assert disturbance.disturbances(Discard(), None, None, "thermal")[0].cause == "throttled"
-    assert disturbance.disturbances(Discard(throttled=False), None, None, "thermal") == ()
+def test_only_what_the_spec_names_counts() -> None:
+    """Guards against a cause that the spec switched off, and one that is ignored although it asks for it."""
+    (found,) = disturbance.disturbances(Discard(foreign_cores=0.4), 0.5)
+    assert (found.cause, found.detail) == ("foreign_load", "other processes kept 0.50 cores busy, the limit is 0.4")
+    assert disturbance.disturbances(Discard(foreign_cores=0.6), 0.5) == ()
+    assert disturbance.disturbances(Discard(foreign_cores=0.6), None) == ()
+    assert disturbance.disturbances(Discard(), 9.0) == ()
+    assert disturbance.disturbances(Discard(), None, "thermal")[0].cause == "throttled"
+    assert disturbance.disturbances(Discard(throttled=False), None, "thermal") == ()
 
 
 def test_foreign_load_reaches_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

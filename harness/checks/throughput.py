@@ -147,7 +147,7 @@ def _timed(
     before = disturbance.cpu_reading(context.pids()) if watched else None
     data = _generate(case, context, check, prompt, arm)
     after = disturbance.cpu_reading(context.pids()) if watched else None
-    found = disturbance.disturbances(check.discard, before, after)
+    found = disturbance.disturbances(check.discard, disturbance.foreign_cores(before, after))
     name = arm.name if arm is not None else NULL if slot == "arm" else CLASSIC
     fields = {key: data[key] for key in ("prompt_tokens", "tokens", "sha256", "distinct_tokens", "ttft_s", "decode_s")}
     fields |= {key: data[key] for key in ("accepted_per_round", "drafted_per_round", "verify_s", "draft_s")}
