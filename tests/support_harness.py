@@ -219,7 +219,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             "draft_s": 0.02 if mtp else 0.0,
         }
     elif kind == "steps":
-        sizes = args["block_sizes"]
+        sizes = args.get("block_sizes", [4])
         steps = [("classic", 1), ("classic_unpadded", 1), *(("verify", size) for size in sizes)]
         for step, rows in (*steps, *(("draft_round", size - 1) for size in sizes if size > 1)):
             seconds = [0.0001 * rows if step == "draft_round" else 0.001] * 3
