@@ -157,7 +157,8 @@ def _report(one: _Measured, noise: Noise, effect: float, target: float, runs: in
         click.echo(json.dumps({**asked, "runs": runs, **figures}))
         return
     words = f"{schedule.order}, {schedule.processes} process{'es' * (schedule.processes != 1)}"
-    words += f", {schedule.null_blocks} null blocks" if schedule.null_blocks else ""
+    blocks = schedule.null_blocks
+    words += f", {blocks} null block{'s' * (blocks != 1)} at each end" if blocks else ""
     spread = f" and {100 * noise.process:.1f} % a process" if noise.process else ""
     click.echo(
         f"{one.name + ': ' if one.name else ''}{words}; noise {100 * noise.generation:.1f} % a generation{spread}; "
