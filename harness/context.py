@@ -335,6 +335,16 @@ class RunContext:
         if isinstance(event, LogEvent):
             self._note(event.message)
 
+    def renew(self, case: Case, environments: Iterable[Mapping[str, str | None]]) -> None:
+        """Close the children of these flags, so that the case's next job of each starts a fresh process."""
+        for key in {self.child_key(case, {**case.env, **env}) for env in environments}:
+            if (child := self._children.pop(key, None)) is not None:
+                child.close()
+
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the children that run now."""
+        return tuple(child.pid for child in self._children.values() if child.alive)
+
     def release(self, wanted: Iterable[ChildKey]) -> None:
         """Close the children that no further case needs."""
         keep = set(wanted)

@@ -62,6 +62,11 @@ def estimate(
     keys = {child_key(env) for case in cases if case.skip is None for env in child_environments(case)}
     seconds = sum(per_case.values()) + rates.child_s * len(keys) + (rates.grow_s if growing else 0.0)
     used = sum(case.id in known for case in cases)
+    fresh = sum(
+        case.check.processes * len({child_key(env) for env in child_environments(case)})
+        for case in cases
+        if isinstance(case.check, m.Throughput) and case.check.processes > 1 and case.skip is None
+    )
     nominal = f"{1000 * rates.step_s:g} ms a step, {rates.words}"
     if used == len(cases) and cases:
         basis = f"the times in {record}"
@@ -71,7 +76,7 @@ def estimate(
         basis = nominal
     if growing:
         basis += f"; the pair is not here and is grown first, about {rates.grow_s:g} s"
-    return Estimate(len(keys), seconds, basis, per_case)
+    return Estimate(len(keys) + fresh, seconds, basis, per_case)
 
 
 def child_environments(case: Case) -> list[Mapping[str, str | None]]:
@@ -95,10 +100,14 @@ def nominal_seconds(case: Case) -> float:
             tokens = len(check.prompts) * (1 + sizes) * check.max_tokens
             return sizes * _probe_seconds(rates, (8, 8, 8), True) + tokens * rates.step_s
         case m.Throughput():
-            slots = 2 + len(check.arms)
-            runs = len(check.prompts or ()) * (1 + len(check.arms)) + (check.repeats + max(check.warmup - 1, 0)) * slots
-            steps = sum(check.step_contexts) * (rates.step_s / 2 + rates.prefill_s) + 5.0
-            return _probe_seconds(rates, (8, 8, 8), True) + runs * check.max_tokens * rates.step_s + steps
+            arms, turns = len(check.arms), 2 if check.order == "abba" else 1
+            runs = len(check.prompts or ()) * (1 + arms) + check.repeats * (2 + turns * arms)
+            runs += 2 * check.null_blocks * check.processes * (2 + turns)
+            passes = max(check.warmup - 1, 0) + (check.processes - 1) * max(check.warmup, 1)
+            fresh = rates.child_s + _probe_seconds(rates, (8, 8, 8), True)
+            steps = (runs + passes * (1 + arms)) * check.max_tokens
+            contexts = sum(check.step_contexts) * (rates.step_s / 2 + rates.prefill_s)
+            return check.processes * fresh - rates.child_s + steps * rates.step_s + contexts + 10.0
         case m.KernelThroughput():
             return KERNEL_CASE_S
         case m.PeerDecode():

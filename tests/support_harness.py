@@ -228,8 +228,10 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             "draft_s": 0.02 if mtp else 0.0,
         }
     elif kind == "steps":
-        for step, rows in (("classic", 1), ("classic_unpadded", 1), ("verify", 4), ("draft", 1)):
-            seconds = [0.001] * 3
+        sizes = args.get("block_sizes", [4])
+        steps = [("classic", 1), ("classic_unpadded", 1), *(("verify", size) for size in sizes)]
+        for step, rows in (*steps, *(("draft_round", size - 1) for size in sizes if size > 1)):
+            seconds = [0.0001 * rows if step == "draft_round" else 0.001] * 3
             content = {"line": "step", "case": case, "step": step, "rows": rows, "context_tokens": 7}
             line({**content, "seconds": seconds})
     elif kind in ("decode_ours", "decode_peer"):

@@ -138,7 +138,7 @@ def test_its_raw_lines_say_what_was_compared(whole: tuple[Path, RunOutcome]) -> 
     assert all(line.tokens == 12 and line.identical and line.accepted_per_round for line in comparisons)
     assert len([line for line in lines if isinstance(line, ArmLine)]) == 9
     steps = {line.step: line for line in lines if isinstance(line, StepLine)}
-    assert set(steps) == {"classic", "classic_unpadded", "verify", "draft"}
+    assert set(steps) == {"classic", "classic_unpadded", "verify", "draft_round"}
     assert all(seconds > 0 for line in steps.values() for seconds in line.seconds)
     ops = {line.name.split(":")[0] for line in lines if isinstance(line, CheckLine) and line.case.endswith("::rows")}
     assert ops == {"linear", "rmsnorm", "rope", "geglu", "attention", "lm_head"}

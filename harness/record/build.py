@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from harness.errors import RecordError
+from harness.pairs import NULL, is_bracketed
 from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
@@ -56,7 +57,7 @@ from harness.record.speed import (
     NOT_JUDGED,
     acceptance_figures,
     arm_figures,
-    is_bracketed,
+    oracle_figures,
     outputs_by_prompt,
     step_figures,
 )
@@ -91,6 +92,7 @@ class Grouped:
     children: dict[str, ChildLine]
     cases: dict[str, tuple[CaseEvent, ...]]
     end: EndLine | None
+    abandoned: dict[str, int]  # repeats of a case that an earlier segment timed
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ def group_lines(lines: Iterable[AnyLine]) -> Grouped:
     children: dict[str, ChildLine] = {}
     segments: dict[str, tuple[int, list[CaseEvent]]] = {}
     end: EndLine | None = None
+    abandoned: Counter[str] = Counter()
     for line in lines:
         if isinstance(line, StartLine):
             starts.append(line)
@@ -115,10 +118,12 @@ def group_lines(lines: Iterable[AnyLine]) -> Grouped:
         else:
             segment, events = segments.get(line.case, (-1, []))
             if segment != len(starts):
+                abandoned[line.case] += len({e.repeat for e in events if isinstance(e, ArmLine) and e.arm != NULL})
                 events = []
                 segments[line.case] = (len(starts), events)
             events.append(line)
-    return Grouped(tuple(starts), children, {case: tuple(found) for case, (_, found) in segments.items()}, end)
+    cases = {case: tuple(found) for case, (_, found) in segments.items()}
+    return Grouped(tuple(starts), children, cases, end, dict(abandoned))
 
 
 def build_record(
@@ -134,7 +139,7 @@ def build_record(
     identical = tokens_identical(run, spec)
     known = dict.fromkeys((*run.planned, *run.cases))
     cases = tuple(
-        build_case(case_id, run.cases[case_id], spec, withhold=identical is False)
+        build_case(case_id, run.cases[case_id], spec, identical is False, run.abandoned.get(case_id, 0))
         for case_id in known
         if case_id in run.cases
     )
@@ -197,7 +202,9 @@ def tokens_identical(run: Grouped, spec: SpecView) -> bool | None:
     return all(seen) if seen else None
 
 
-def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withhold: bool) -> CaseRecord:
+def build_case(
+    case_id: str, events: Sequence[CaseEvent], spec: SpecView, withhold: bool, abandoned: int = 0
+) -> CaseRecord:
     """One case from its own lines."""
     name = CaseName.parse(case_id)
     ended = next((event for event in reversed(events) if isinstance(event, CaseLine)), None)
@@ -249,6 +256,8 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         engines=engine_figures(events) if kind == "peer_decode" else (),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
+        oracle=oracle_figures(step_lines, arms, withhold),
+        abandoned=abandoned,
     )
 
 

@@ -128,7 +128,7 @@ def arm_words(arm: ArmFigures, named: bool = False) -> str:
         losses = sorted(-delta for delta in arm.delta)
         low, high = (percent(loss).lstrip("+") for loss in (losses[0], losses[-1]))
         return f"{who} decodes {low if low == high else f'{low} to {high}'} slower than classic"
-    null = percent_range(arm.null)
+    null = percent_range((*arm.null, *arm.null_block))
     if arm.verdict == "equivalent":
         return (
             f"{who} decodes as fast as classic, deltas {percent_range(arm.delta)} within {percent(arm.smallest_effect)}"

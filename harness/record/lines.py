@@ -122,6 +122,13 @@ class ComparisonLine(Line):
     classic_decode_s: float
 
 
+class Disturbance(Line):
+    """What the machine did while an arm ran, as its telemetry has it: never read off the arm's own time."""
+
+    cause: Literal["throttled", "foreign_load"]
+    detail: str  # with its figure and the limit
+
+
 class ArmLine(Line):
     """One timed generation: one arm, in one repeat, for one prompt."""
 
@@ -129,7 +136,7 @@ class ArmLine(Line):
     case: str
     repeat: int
     slot: Literal["open", "arm", "close"]
-    arm: str  # "classic" for brackets, else the arm's name
+    arm: str  # "classic" for brackets, "null" for classic in an arm's place, else the arm's name
     block_size: int
     prompt: str
     prompt_tokens: int
@@ -143,6 +150,8 @@ class ArmLine(Line):
     verify_s: float = 0.0
     draft_s: float = 0.0
     load1: float | None = None
+    process: int | None = None  # which fresh process of the case; None in records older than this field
+    disturbed: tuple[Disturbance, ...] = ()
 
 
 class StepLine(Line):
@@ -150,8 +159,8 @@ class StepLine(Line):
 
     line: Literal["step"] = "step"
     case: str
-    step: Literal["classic", "classic_unpadded", "verify", "draft"]
-    rows: int
+    step: Literal["classic", "classic_unpadded", "verify", "draft", "draft_round"]
+    rows: int  # of a draft_round: its drafts, all of them in each time
     context_tokens: int
     seconds: tuple[float, ...]
 

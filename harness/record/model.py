@@ -6,9 +6,9 @@ Units live in the names (`_ms`, `_s`, `_bytes`); shares and deltas are parts of 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from harness.record.lines import Divergence, Outcome, Verdict
 
@@ -32,6 +32,15 @@ class Part(BaseModel):
     """Base of every part: unknown keys refused, frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    ADDED: ClassVar[tuple[str, ...]] = ()  # younger than the first records: left out while empty, so those stay as read
+
+    @model_serializer(mode="wrap")
+    def _without_empty_additions(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = serialize(self)
+        for name in self.ADDED:
+            if name in data and getattr(self, name) == type(self).model_fields[name].default:
+                del data[name]
+        return data
 
 
 class AcceptanceFigures(Part):
@@ -101,10 +110,22 @@ class RepeatFigures(Part):
     null: Figure | None
     acceptance: AcceptanceFigures | None
     distinct_tokens: int
+    process: int | None = None
+    ADDED: ClassVar[tuple[str, ...]] = ("process",)
+
+
+class DiscardFigures(Part):
+    """Why a pair does not count."""
+
+    repeat: int
+    cause: str
+    detail: str
 
 
 class ArmFigures(Part):
     """One arm over all repeats. No figure here compares speed when `identical` is false."""
+
+    ADDED: ClassVar[tuple[str, ...]] = ("processes", "null_block", "discarded")
 
     arm: str
     block_size: int
@@ -128,6 +149,9 @@ class ArmFigures(Part):
     classic_step_ms: Figure | None  # in the brackets: per token
     round_ms: Figure | None  # in the timed runs: per round, everything included
     repeats: tuple[RepeatFigures, ...]
+    processes: tuple[int, ...] = ()  # of each delta
+    null_block: tuple[Figure, ...] = ()  # deltas of classic in the arm's place
+    discarded: tuple[DiscardFigures, ...] = ()
 
 
 class StepTime(Part):
@@ -166,6 +190,32 @@ class FloorFigures(Part):
     stream_gb_per_s: Figure  # median over repeats
     floor_ms: Figure
     floor_share: Figure | None  # floor / classic step
+
+
+class OraclePoint(Part):
+    """What one block size costs and is predicted to give; `harness.oracle` says how."""
+
+    block_size: int
+    verify_ms: Figure
+    draft_step_ms: Figure
+    round_ms: Figure
+    break_even_acceptance: Figure
+    acceptance_rate: Figure | None
+    acceptance_length: Figure | None
+    basis: str | None  # where the acceptance comes from: measured, positions, extrapolated
+    predicted_speedup: Figure | None
+    measured_speedup: Figure | None
+
+
+class OracleFigures(Part):
+    """Costs C(1..K) at one context, and the block size they speak for."""
+
+    context_tokens: int
+    classic_step_ms: Figure
+    one_row_verify_ms: Figure | None
+    best_block_size: int | None  # 1: classic decode
+    advice: str
+    points: tuple[OraclePoint, ...]
 
 
 class PeerFigures(Part):
@@ -287,6 +337,9 @@ class CaseRecord(Part):
     engines: tuple[EngineFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
+    oracle: tuple[OracleFigures, ...] = ()
+    abandoned: int = 0  # repeats timed before an interruption; the case was timed anew and they count nowhere
+    ADDED: ClassVar[tuple[str, ...]] = ("oracle", "abandoned")
 
 
 class ChildRecord(Part):

@@ -266,6 +266,15 @@ class Arm(Model):
     """Environment flags of this arm; null means not set."""
 
 
+class Discard(Model):
+    """Which pairs do not count. Telemetry decides, before anyone looks at a time; both sides go."""
+
+    throttled: bool = True
+    """Drop a pair while the device reported throttling."""
+    foreign_cores: Annotated[float, Field(gt=0, le=1024)] | None = None
+    """Drop a pair while other processes kept more than this many cores busy; null counts none. Linux only."""
+
+
 class Throughput(Speculating):
     """MTP's speed against classic, in pairs."""
 
@@ -277,7 +286,15 @@ class Throughput(Speculating):
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     """Configurations to measure; a classic null arm is always added."""
     repeats: Annotated[int, Field(ge=1, le=1000)]
-    """Passes over all arms, each opened and closed by a classic arm."""
+    """Passes over all arms, each opened and closed by a classic arm; `harness power` proposes a number."""
+    order: Literal["bracket", "abba"] = "bracket"
+    """Order inside a repeat: `bracket` runs classic, arms, classic; `abba` runs the arms once more in reverse."""
+    null_blocks: Annotated[int, Field(ge=0, le=8)] = 0
+    """Repeats with classic in the arms' place, that many first and that many last in each process."""
+    processes: Annotated[int, Field(ge=1, le=32)] = 1
+    """Fresh processes that share the repeats; one process cannot see what differs between processes."""
+    discard: Discard = Discard()
+    """Which pairs do not count."""
     warmup: Annotated[int, Field(ge=0)] = 1
     """Passes to throw away first."""
     smallest_effect: Annotated[float, Field(gt=0, lt=1)] = 0.02

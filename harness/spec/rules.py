@@ -152,6 +152,8 @@ def _generating_findings(check: m.Generating, folder: Path, block_size: int | No
         yield from _prompt_findings(check.prompts, folder)
     if isinstance(check, m.Throughput):
         yield from _arm_findings(check.arms)
+        if check.processes > check.repeats:
+            yield ("processes",), f"{check.processes} processes share {check.repeats} repeats; each needs at least one"
     if isinstance(check, m.GreedyParity):
         sizes = check.block_sizes
         if check.min_acceptance is not None and sizes is not None and block_size not in (None, *sizes):

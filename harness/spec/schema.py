@@ -33,6 +33,7 @@ _SHARED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("an axis that sets a field", m.FieldAxis),
     ("`prompts`", m.Prompt),
     ("`arms`", m.Arm),
+    ("throughput's `discard`", m.Discard),
     ("geometry's `expect`", m.GeometryExpect),
     ("throughput's `bars`", sm.StepBars),
     ("kernel_throughput's `shapes`", km.MatrixShape),

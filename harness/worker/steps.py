@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from engine.drafts import DraftedBlock
 from engine.prefill import run_prefill
 from harness.record.lines import StepLine
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output, PromptInput
 from harness.worker.floor import floor_line, stream_seconds
 
 WARMUP = 3
+CHAINED = 6  # classic steps of one sample where they run ahead; a ring can be rolled back by 7 rows
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Args: prompt, contexts, block_sizes, samples. Sends a line per context, step and block size.
+    """Args: prompt, contexts, block_sizes, samples. Sends a line per context, step and block size, and per draft count.
 
-    A context is the prompt and classic's own continuation of it, so that the drafter sees real text. The four kinds
-    of step take turns inside each sample, so that drift of the machine falls on all of them alike. On a GPU the byte
-    floor's inputs come along: the stream is read right here, between the same two cases.
+    A context is the prompt and classic's own continuation of it, so that the drafter sees real text. The kinds and
+    sizes of step take turns inside each sample, so that drift of the machine falls on all of them alike. On a GPU the
+    byte floor's inputs come along: the stream is read right here, between the same two cases.
     """
     contexts = sorted({max(int(count), 1) for count in args["contexts"]})
     text = continued(bench, bench.prompt(args["prompt"]), contexts[-1])
@@ -42,65 +46,85 @@ def continued(bench: Bench, prompt: PromptInput, count: int) -> list[int]:
     return [*prompt.tokens, *bench.classic(bench.request(prompt, missing, True)).tokens][:count]
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """One thing to time: its name and size in the record, the call, rows it leaves, steps in it, what to take off."""
+
+    step: str
+    rows: int
+    call: Callable[[], object]
+    leaves: int = 0
+    steps: int = 1
+    less: tuple[str, int] | None = None
+
+
+def _plans(pair: Any, caches: Any, token: int, hidden: Any, block_sizes: Sequence[int]) -> Iterator[_Plan]:
+    """What is timed at one context.
+
+    Recorded steps are timed as decoding runs them: classic as a chain, whose next step is launched before the host has
+    seen a token; a verify step behind its drafts, whose time alone is taken off.
+    """
+    target, drafter = pair.target, pair.drafter
+    recorded = getattr(caches, "room", None) is not None
+    if recorded:
+        yield _Plan("classic", 1, lambda: list(target.chain(token, caches, CHAINED)), CHAINED, CHAINED)
+    else:
+        yield _Plan("classic", 1, lambda: target.step([token], caches, "classic"), 1)
+    yield _Plan("classic_unpadded", 1, lambda: target.unpadded_step(token, caches), 1)
+    shared = target.shared_kv(caches) if drafter is not None else None
+
+    def draft(count: int) -> Any:
+        return drafter.draft(token, hidden, shared, count)
+
+    def verify(size: int) -> None:
+        block: Sequence[int] = [token] * size
+        if recorded and drafter is not None and size > 1:
+            block = DraftedBlock(draft(size - 1))
+        target.step(block, caches, "verify")
+
+    for size in block_sizes:
+        behind = ("draft_round", size - 1) if recorded and drafter is not None and size > 1 else None
+        yield _Plan("verify", size, partial(verify, size), size, less=behind)
+    for count in range(1, max(block_sizes)) if drafter is not None else ():
+        yield _Plan("draft_round", count, partial(_looked_at, draft, count))
+
+
+def _looked_at(draft: Callable[[int], Any], count: int) -> list[int]:
+    """A round's drafts on the host, so that their time is whole."""
+    return list(draft(count))
+
+
 def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: Output) -> None:
     """Every step at one context, in turns."""
     pair = bench.at(DEFAULT_STAGE)
-    target, drafter = pair.target, pair.drafter
-    caches = target.new_caches()
-    prefilled = run_prefill(target, context, None, bench.prefill_chunk, caches)
-    token, hidden = prefilled.first_token, prefilled.hidden
-
-    def classic() -> None:
-        target.step([token], caches, "classic")
-
-    def unpadded() -> None:
-        target.unpadded_step(token, caches)
-
-    plans: list[tuple[str, int, Callable[[], None], int]] = [
-        ("classic", 1, classic, 1),
-        ("classic_unpadded", 1, unpadded, 1),
-    ]
-    for block_size in args["block_sizes"]:
-        tokens = [token] * block_size
-
-        def verify(tokens: list[int] = tokens) -> None:
-            target.step(tokens, caches, "verify")
-
-        plans.append(("verify", block_size, verify, block_size))
-    deepest = max(args["block_sizes"]) - 1
-    if drafter is not None:
-        shared = target.shared_kv(caches)
-
-        def draft() -> None:
-            drafter.draft(token, hidden, shared, deepest)
-
-        plans.append(("draft", deepest, draft, 0))
-    seconds: list[list[float]] = [[] for _ in plans]
+    caches = pair.target.new_caches()
+    prefilled = run_prefill(pair.target, context, None, bench.prefill_chunk, caches)
+    plans = list(_plans(pair, caches, prefilled.first_token, prefilled.hidden, args["block_sizes"]))
+    seconds: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
     total = args["samples"] + WARMUP
     for sample in range(total):
         if sample % 8 == 0:
             out.progress(sample, total, "steps")
-        for index, (_, _, step, rows) in enumerate(plans):
-            elapsed = _timed(step, bench.device)
-            caches.rollback(rows)
+        for plan in plans:
+            elapsed = _timed(plan.call, bench.device) / plan.steps
+            caches.rollback(plan.leaves)
             if sample >= WARMUP:
-                seconds[index].append(elapsed)
-    for (name, rows, _, _), times in zip(plans, seconds, strict=True):
-        per = rows if name == "draft" else 1  # one call drafts a whole round: a line holds the time of one step
-        out.line(
-            StepLine.model_validate(
-                {
-                    "case": out.case,
-                    "step": name,
-                    "rows": 1 if name == "draft" else rows,
-                    "context_tokens": len(context),
-                    "seconds": tuple(value / per for value in times),
-                }
-            )
-        )
+                seconds[plan.step, plan.rows].append(elapsed)
+    for plan in plans:
+        times = seconds[plan.step, plan.rows]
+        if plan.less is not None:
+            times = [max(whole - part, 0.0) for whole, part in zip(times, seconds[plan.less], strict=True)]
+        line = {
+            "case": out.case,
+            "step": plan.step,
+            "rows": plan.rows,
+            "context_tokens": len(context),
+            "seconds": tuple(times),
+        }
+        out.line(StepLine.model_validate(line))
 
 
-def _timed(step: Callable[[], None], device: str) -> float:
+def _timed(step: Callable[[], object], device: str) -> float:
     """Seconds of one call, the device's work included."""
     began = time.perf_counter()
     step()

@@ -106,7 +106,7 @@ def _noise(record: Record, arms: list[ArmFigures]) -> str:
     measured = [arm for arm in arms if arm.null_range is not None]
     if not measured:
         return ""
-    nulls = [null for arm in measured for null in arm.null]
+    nulls = [null for arm in measured for null in (*arm.null, *arm.null_block)]
     effect = percent(max(arm.smallest_effect for arm in measured)).lstrip("+")
     return f"classic against classic (null arm) {percent_range(nulls)}; smallest effect of interest {effect}."
 
