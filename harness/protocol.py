@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.record.lines import Setting
+
 JobKind = Literal[
     "machine",
     "geometry",
@@ -63,6 +65,7 @@ class Ready(Message):
     drafter: dict[str, Any] = Field(default_factory=dict)
     load_s: float = 0.0
     peak_memory_bytes: int | None = None
+    settings: tuple[Setting, ...] = ()
 
 
 class LogEvent(Message):

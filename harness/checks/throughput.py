@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness import gate, stats
+from harness import coverage, gate, stats
 from harness.checks.base import (
     Judgement,
     acceptance_note,
@@ -41,8 +41,11 @@ def measure(case: Case, context: RunContext) -> None:
     prompts = prompt_inputs(check.prompts, case.folder)
     with context.measuring(case):
         for arm in check.arms:
-            if not context.job(case, "generate", env=arm.env, mode="decide", block_size=arm.block_size)["engaged"]:
+            asked = {"mode": "decide", "block_size": arm.block_size, "arm": arm.name, "prompts": prompts}
+            if not context.job(case, "generate", env=arm.env, **asked)["engaged"]:
                 return
+        if _refusal(check, case.id, context.lines):
+            return
         total = len(prompts) * (1 + len(check.arms)) + check.repeats * (2 + len(check.arms))
         if not _outputs_agree(case, context, check, prompts, total):
             return
@@ -67,6 +70,21 @@ def measure(case: Case, context: RunContext) -> None:
             block_sizes=sorted({arm.block_size for arm in check.arms if arm.block_size is not None}),
             samples=STEP_SAMPLES,
         )
+
+
+def _refusal(check: Throughput, case: str, lines: Sequence[AnyLine]) -> Judgement | None:
+    """Why these arms are not timed: two are one, or no certificate covers one. None for lines without statements."""
+    paths = coverage.arm_paths(lines, case)
+    if not paths:
+        return None
+    identical = coverage.identical_arms(lines, case)
+    if identical:
+        return Judgement("fail", f"{identical}; nothing was timed")
+    longest = {name: path.longest_prompt for name, path in paths.items()}
+    reach = {arm.name: longest.get(arm.name, 0) + check.max_tokens for arm in check.arms}
+    refused = coverage.refusals(lines, case, reach)
+    arm, reason = next(iter(refused.items()), ("", ""))
+    return Judgement("declined", f"{arm}: {reason}; no speed is stated") if refused else None
 
 
 def _generate(
@@ -147,6 +165,9 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
     declined = not_engaged(decisions)
     if declined:
         return Judgement("declined", declined.log_line)
+    refused = _refusal(check, case.id, others or lines)
+    if refused:
+        return refused
     problem = counters_problem(arms)
     if problem:
         return Judgement("fail", problem)

@@ -11,14 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.record.certified import Certified, certify, withhold_arms, withhold_steps
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
 from harness.record.host import device_label, host_rows
 from harness.record.kernels import kernel_figures
+from harness.record.ledger_rows import ledger_rows
 from harness.record.lines import (
     AnyLine,
     ArmLine,
     CaseLine,
+    CertificateLine,
     CheckLine,
     ChildLine,
     ComparisonLine,
@@ -28,6 +31,7 @@ from harness.record.lines import (
     KernelLine,
     KernelShapeLine,
     Outcome,
+    PathLine,
     PeerLine,
     StartLine,
     StepLine,
@@ -62,6 +66,8 @@ CaseEvent = (
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | PathLine
+    | CertificateLine
     | CaseLine
 )
 UNFINISHED = "unfinished: the run stopped before this case ended"
@@ -117,9 +123,10 @@ def build_record(
     run = group_lines(lines)
     start = run.starts[0] if run.starts else None
     identical = tokens_identical(run, spec)
+    certified = certify(run.starts, run.cases)
     known = dict.fromkeys((*run.planned, *run.cases))
     cases = tuple(
-        build_case(case_id, run.cases[case_id], spec, withhold=identical is False)
+        build_case(case_id, run.cases[case_id], spec, withhold=identical is False, certified=certified)
         for case_id in known
         if case_id in run.cases
     )
@@ -163,9 +170,11 @@ def build_record(
         contradictions=tuple(
             problem
             for case in cases
-            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""))
+            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""), certified)
         ),
         host=host_rows(env, tuple(run.children.values())),
+        certificates=certified.figures,
+        ledger=ledger_rows(tuple(run.children.values()), run.cases, spec),
         sources=dict(sources or {}),
     )
 
@@ -182,8 +191,10 @@ def tokens_identical(run: Grouped, spec: SpecView) -> bool | None:
     return all(seen) if seen else None
 
 
-def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withhold: bool) -> CaseRecord:
-    """One case from its own lines."""
+def build_case(
+    case_id: str, events: Sequence[CaseEvent], spec: SpecView, withhold: bool, certified: Certified
+) -> CaseRecord:
+    """One case from its own lines; an arm that no certificate covers has no speed-up."""
     name = CaseName.parse(case_id)
     ended = next((event for event in reversed(events) if isinstance(event, CaseLine)), None)
     decisions = [event for event in events if isinstance(event, DecisionLine)]
@@ -193,7 +204,12 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
     arm_lines = [event for event in events if isinstance(event, ArmLine)]
     step_lines = [event for event in events if isinstance(event, StepLine)]
     no_verdict = UNFINISHED_ARMS if ended is None else None if ended.outcome in ("pass", "unresolved") else NOT_JUDGED
-    arms = arm_figures(arm_lines, spec.smallest_effect(name.check), withhold=withhold, no_verdict=no_verdict)
+    effect, refused = spec.smallest_effect(name.check), {} if withhold else certified.refused.get(case_id, {})
+    arms = arm_figures(arm_lines, effect, withhold=withhold, no_verdict=no_verdict)
+    steps = step_figures(step_lines, arms, withhold)
+    if refused:
+        arms = withhold_arms(arms, arm_figures(arm_lines, effect, withhold=True), refused)
+        steps = withhold_steps(step_figures(step_lines, arms, withhold), step_figures(step_lines, arms, True), arms)
     kind = ended.kind if ended else str(spec.setting(name.check, "kind", "unknown"))
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
     failing = next((draw for draw in draws if not draw.passed), None)
@@ -208,7 +224,7 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         outcome=ended.outcome if ended else "error",
         reason=ended.reason if ended else UNFINISHED,
         declared=spec.declared(name, kind),
-        verdict=(ended.verdict if not withhold else "unresolved") if ended and ended.verdict else None,
+        verdict=(ended.verdict if not (withhold or refused) else "unresolved") if ended and ended.verdict else None,
         finished=ended is not None,
         child=ended.child if ended else None,
         seconds=ended.seconds if ended else 0.0,
@@ -225,10 +241,11 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         comparisons=tuple(build_comparison(event) for event in events if isinstance(event, ComparisonLine)),
         checks=tuple(CheckFigures(**check.model_dump(exclude={"line", "case"})) for check in checks),
         arms=arms,
-        steps=step_figures(step_lines, arms, withhold),
+        steps=steps,
         kernel=kernel,
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
+        kernels_sha256=next((e.fingerprint for e in events if isinstance(e, PathLine) and not e.arm), None),
     )
 
 
@@ -245,7 +262,7 @@ def build_comparison(line: ComparisonLine) -> ComparisonFigures:
 
 def build_child(line: ChildLine) -> ChildRecord:
     """One child process."""
-    return ChildRecord(**line.model_dump(exclude={"line"}))
+    return ChildRecord(**line.model_dump(exclude={"line", "settings"}))
 
 
 def overall_outcome(cases: Sequence[CaseRecord], not_run: Sequence[str]) -> Outcome:

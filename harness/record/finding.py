@@ -68,6 +68,8 @@ def _bad_news(
         return _difference(cases)
     declined = next((case for case in cases if case.outcome == "declined" and not case.declared), None)
     if declined is not None:
+        if declined.kind == "throughput" and declined.engaged:
+            return f"no speed is stated, {short(declined.reason)}"
         return f"MTP declines, {short(declined.first_divergence_text or declined.decision_reason or declined.reason)}"
     if any(case.inexact for case in cases):
         return "MTP engaged inexact, by override"

@@ -41,6 +41,39 @@ class AcceptanceFigures(Part):
     accepted_at: tuple[Figure, ...]  # by draft position; denominator: rounds that offered that draft
 
 
+def _empty(value: object) -> bool:
+    return not value
+
+
+class CertificateFigures(Part):
+    """One exactness certificate: what was compared, what it is bound to, and which arms it covers."""
+
+    sha256: str
+    case: str
+    stage: str
+    block_size: int
+    flags: dict[str, str]
+    inputs: tuple[str, ...]
+    rows: int
+    total_bytes: int
+    walk_reach: int  # furthest position of a walk, which accepts and rolls back
+    identity: dict[str, str | int]
+    covers: tuple[str, ...]
+
+
+class LedgerFigures(Part):
+    """One setting: asked for against in force, and where that holds (children, or checks)."""
+
+    name: str
+    requested: str | None
+    effective: str
+    source: str
+    read: str
+    note: str
+    differs: str | None
+    where: tuple[str, ...]
+
+
 class DrawFigures(Part):
     """One draw or walk of the probe."""
 
@@ -227,6 +260,7 @@ class CaseRecord(Part):
     kernel: KernelFigures | None = None
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
+    kernels_sha256: str | None = Field(default=None, exclude_if=_empty)  # fingerprint of a probe's kernels
 
 
 class ChildRecord(Part):
@@ -272,6 +306,8 @@ class Record(Part):
     children: tuple[ChildRecord, ...]
     contradictions: tuple[str, ...]  # outcomes that the raw lines do not bear out
     host: dict[str, str]
+    certificates: tuple[CertificateFigures, ...] = Field(default=(), exclude_if=_empty)  # absent in older records
+    ledger: tuple[LedgerFigures, ...] = Field(default=(), exclude_if=_empty)
     sources: dict[str, str] = Field(default_factory=dict)  # sha256 of runs.jsonl, env.json, spec.yaml
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.record.certified import WITHHELD as NO_SPEED
 from harness.record.model import ArmFigures, CaseRecord, Record, StepFigures
 from harness.record.plot import plot_names
 from harness.record.speed import WITHHELD
@@ -36,7 +37,7 @@ def throughput(record: Record, stem: str) -> str:
 
 
 def _arm_part(arm: ArmFigures) -> str:
-    absent = "withheld" if arm.verdict_reason == WITHHELD else "not measured"
+    absent = "withheld" if arm.verdict_reason.startswith(NO_SPEED) else "not measured"
     rows = []
     for repeat in arm.repeats:
         acceptance = repeat.acceptance
@@ -175,7 +176,7 @@ def _model_table(case: CaseRecord, figures: StepFigures) -> str:
     if figures.break_even_acceptance is None:
         return ""
     arm = next((arm for arm in case.arms if arm.block_size == figures.block_size), None)
-    withheld = arm is not None and arm.verdict_reason == WITHHELD
+    withheld = arm is not None and arm.verdict_reason.startswith(NO_SPEED)
     absent = "withheld" if withheld else "not measured"
     measured_rate = arm.acceptance.acceptance_rate if arm and arm.acceptance else None
     rows = [
