@@ -139,5 +139,6 @@ def refusal(certificates: Sequence[CertificateLine], wanted: Wanted) -> str | No
         return None
     if not certificates:
         return "no probe left an exactness certificate"
-    reasons = [match(one, wanted) for one in certificates]
-    return "; ".join(min(reasons, key=lambda found: len(found)))
+    reasons: list[list[str]] = [match(one, wanted) for one in certificates]
+    nearest = min(reasons, key=len)
+    return "; ".join(nearest)
