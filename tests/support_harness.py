@@ -214,9 +214,9 @@ def certificate(case: str, size: int, flags: dict[str, str], chain: str, **chang
     from harness.record.lines import Identity, ProbeInput
 
     inputs = [ProbeInput(name="walk of 128 from 160 tokens", prompt_tokens=160, rows=128, total_bytes=512)]
-    stage = changes.pop("stage", "rowwise")
+    stage, size_stated = changes.pop("stage", "rowwise"), changes.pop("width", size)
     identity = Identity.model_validate({**IDENTITY, **changes})
-    return made.make(case, identity, flags, stage, size, inputs, chain).model_dump(mode="json")
+    return made.make(case, identity, flags, stage, size_stated, inputs, chain).model_dump(mode="json")
 
 
 def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
         for _ in args["draws"]:
             line(draw(case, passed))
         line(decision(case, passed, chain))
-        line(path(case, args, 4, flags))
+        line(path(case, args, 4, flags, **script.get("path", {})))
         if args.get("ops"):
             return {"differing_ops": [] if passed else ["attention", "rope"]}
     elif kind == "parity":
@@ -302,6 +302,7 @@ def main() -> None:
         flags_requested=reading.requested,
         flags_effective=reading.effective,
         versions={"torch": "0"},
+        settings=script.get("settings", []),
         target={"name": "target"},
     )
     for text in sys.stdin:

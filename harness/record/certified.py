@@ -47,7 +47,7 @@ def certify(starts: Sequence[StartLine], cases: Mapping[str, Sequence[AnyLine]])
     covers: dict[str, list[str]] = {}
     for case, events in cases.items():
         reach = _reach(events)
-        if found := coverage.refusals(sound, case, reach):
+        if found := {**coverage.refusals(sound, case, reach), **_other_sizes(events)}:
             refused[case] = found
         if text := coverage.identical_arms(events, case):
             identical[case] = text
@@ -65,6 +65,17 @@ def _reach(events: Iterable[AnyLine]) -> dict[str, int]:
         if isinstance(line, ArmLine) and line.slot == "arm":
             found[line.arm] = max(found.get(line.arm, 0), line.prompt_tokens + line.tokens)
     return found
+
+
+def _other_sizes(events: Sequence[AnyLine]) -> dict[str, str]:
+    """Timed arms whose block size is not the one that their kernels were stated for, with the reason."""
+    timed = {line.arm: line for line in events if isinstance(line, ArmLine) and line.slot == "arm"}
+    paths = {line.arm: line for line in events if isinstance(line, PathLine) and line.arm}
+    return {
+        name: f"its kernels are stated for block size {paths[name].block_size}, it was timed at {line.block_size}"
+        for name, line in timed.items()
+        if name in paths and paths[name].block_size != line.block_size
+    }
 
 
 def _unsound(events: Sequence[AnyLine]) -> str | None:

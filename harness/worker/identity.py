@@ -32,6 +32,7 @@ WHOLE_BYTES = 64 * 2**20
 """Weights up to this size are hashed whole, larger ones by a sample."""
 
 SAMPLES, SAMPLE_BYTES = 256, 2**14
+SAMPLED = " (weights sampled)"
 CODE = (".py", ".json", ".cu")
 
 
@@ -67,7 +68,7 @@ def checkpoint_sha256(folder: Path) -> str:
             for place in range(SAMPLES):
                 data.seek((size - SAMPLE_BYTES) * place // (SAMPLES - 1))
                 digest.update(data.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    return digest.hexdigest() + ("" if whole else SAMPLED)
 
 
 def identity_of(bench: Bench) -> Identity:

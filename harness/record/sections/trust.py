@@ -56,9 +56,7 @@ def _bound_to(found: tuple[CertificateFigures, ...]) -> str:
         values: dict[str, list[str]] = {}
         for one in found:
             values.setdefault(str(one.identity.get(name, "not stated")), []).append(one.sha256)
-        shown = [
-            (hash10(value) if name in HASHES and value != "none" else cell(value), of) for value, of in values.items()
-        ]
+        shown = [(_value(name, value), of) for value, of in values.items()]
         words = [text if len(shown) == 1 else f"{text} ({', '.join(map(hash10, of))})" for text, of in shown]
         rows.append([WORDS.get(name, cell(name[0].upper() + name[1:])), "; ".join(words)])
     flags: dict[str, dict[str, None]] = {}
@@ -67,6 +65,13 @@ def _bound_to(found: tuple[CertificateFigures, ...]) -> str:
             flags.setdefault(flag, {})[value] = None
     rows += [[code(flag), cell(" or ".join(values))] for flag, values in flags.items()]
     return table(["Bound to", "Value"], rows)
+
+
+def _value(name: str, value: str) -> str:
+    """A bound value; of a hash its first digits and what is said about it."""
+    if name not in HASHES or value == "none":
+        return cell(value)
+    return " ".join([hash10(value), cell(value.partition(" ")[2])]).strip()
 
 
 def ledger(record: Record, stem: str) -> str:
