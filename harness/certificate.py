@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from harness.record.lines import AnyLine, CertificateLine, Identity, PathLine, ProbeInput
 
 WALK = "walk"
+LONG_DRAW_EXTRA = 32  # as in engine.probe, which the parent cannot import without torch
 HASHES = {
     "target": "the target's files",
     "drafter": "the drafter's files",
@@ -104,8 +105,9 @@ def match(certificate: CertificateLine, wanted: Wanted) -> list[str]:
     if not far:
         reasons.append("certificate has no walk, and this arm rolls back")
     elif far <= wanted.identity.window < wanted.reach:
-        past = f"past the window of {wanted.identity.window}"
-        reasons.append(f"certificate's walks end at position {far}, this arm goes on to {wanted.reach}, {past}")
+        window = wanted.identity.window
+        what = f"certificate's walks end at position {far}, this arm goes on to {wanted.reach}, past the window of"
+        reasons.append(f"{what} {window} (a probe with a draw of {window + LONG_DRAW_EXTRA} tokens covers it)")
     return reasons
 
 

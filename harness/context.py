@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.flags import FlagError, read_flags
 from harness import gate, ledger
 from harness.checks.base import Judgement
 from harness.checks.registry import get
 from harness.errors import CheckFailed, GateError, HarnessError, RunError
 from harness.events import RunEvent
 from harness.grown import Grower
+from harness.ledger import check_flags
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child
 from harness.protocol import AnyEvent, LogEvent, Progress, RawLine, Setup
 from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine, PathLine
@@ -362,24 +362,6 @@ class RunContext:
             self.close()
         else:
             self.kill()
-
-
-def check_flags(
-    child: str, env: Mapping[str, str | None], requested: Mapping[str, str | None], effective: Mapping[str, str]
-) -> None:
-    """Raise CheckFailed when a child runs with other flags than its cell says; its own reading decides."""
-    wanted = {name: value for name, value in env.items() if value is not None}
-    try:
-        expected = read_flags(wanted).effective
-    except FlagError as error:
-        raise CheckFailed(f"child {child}: {error}") from None
-    for name, value in expected.items():
-        if effective.get(name) != value:
-            seen = effective.get(name)
-            raise CheckFailed(f"child {child}: the cell asks for {name}={value}, the child runs with {seen}")
-    for name, given in requested.items():
-        if given is not None and name not in wanted:
-            raise CheckFailed(f"child {child}: {name}={given} reached the child, and the cell does not set it")
 
 
 def _own_line(event: RawLine, child: Child, case_id: str) -> AnyLine:

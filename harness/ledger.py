@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.flags import FLAGS, FlagError
+from engine.flags import FLAGS, FlagError, read_flags
+from harness.errors import CheckFailed
 from harness.record.lines import PathLine, Setting
 
 DEFAULT_STAGE = "rowwise"
@@ -77,3 +78,21 @@ def path_difference(line: PathLine, asked: Mapping[str, Any]) -> str | None:
     if line.block_size not in sizes:
         return f"block size {' or '.join(map(str, sizes))} was asked for, {line.block_size} is in force"
     return None
+
+
+def check_flags(
+    child: str, env: Mapping[str, str | None], requested: Mapping[str, str | None], effective: Mapping[str, str]
+) -> None:
+    """Raise CheckFailed when a child runs with other flags than its cell says; its own reading decides."""
+    wanted = {name: value for name, value in env.items() if value is not None}
+    try:
+        expected = read_flags(wanted).effective
+    except FlagError as error:
+        raise CheckFailed(f"child {child}: {error}") from None
+    for name, value in expected.items():
+        if effective.get(name) != value:
+            seen = effective.get(name)
+            raise CheckFailed(f"child {child}: the cell asks for {name}={value}, the child runs with {seen}")
+    for name, given in requested.items():
+        if given is not None and name not in wanted:
+            raise CheckFailed(f"child {child}: {name}={given} reached the child, and the cell does not set it")

@@ -97,7 +97,8 @@ def test_each_part_of_the_identity_binds(field: str) -> None:
         ({"flags": {**FLAGS, "MLX_NEW": "1"}}, "certificate is for MLX_NEW=nothing, this arm reads 1"),
         (
             {"reach": 1025},
-            "certificate's walks end at position 288, this arm goes on to 1025, past the window of 1024",
+            "certificate's walks end at position 288, this arm goes on to 1025, past the window of 1024"
+            " (a probe with a draw of 1056 tokens covers it)",
         ),
     ],
 )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support_engine import copy_of, random_pair_dirs
+from support_harness import IDENTITY
 
 import kernels
+from engine.decision import Decision
+from engine.dispatch import DispatchPolicy
+from engine.flags import read_flags
+from engine.probe import LONG_DRAW_EXTRA, DrawResult, ProbeResult
+from harness import certificate
+from harness.record.lines import Identity
 from harness.worker import identity
 
 
@@ -65,3 +75,26 @@ def test_what_a_cpu_is_bound_to() -> None:
     """A CPU has no driver and no compute capability, but torch picks other kernels by its instruction set."""
     assert identity.capability("cpu").isupper() or identity.capability("cpu")[0].isalpha()
     assert identity.driver_version()
+    assert certificate.LONG_DRAW_EXTRA == LONG_DRAW_EXTRA
+
+
+def test_only_a_probe_that_passed_and_engaged_is_certified() -> None:
+    """Guards against a proof by override: a failed probe, one that did not run, and MLXCEL_MTP_ALLOW_INEXACT."""
+    walk = DrawResult("walk of 128 from 160 tokens", 160, 4, 128, True, 0, 512, None, 0.1)
+    result = ProbeResult((walk,), None, 0.1, chain_sha256="c" * 64)
+    pair = SimpleNamespace(target=SimpleNamespace(policy=DispatchPolicy("rowwise")))
+    stated = Identity.model_validate(IDENTITY)
+    bench: Any = SimpleNamespace(at=lambda stage: pair, identity=stated, reading=read_flags({}))
+    made = identity.certificate_line(bench, "x", "rowwise", Decision(True, "exact"), result)
+    assert made is not None
+    assert (made.block_size, made.inputs[0].rows, made.classic_sha256) == (4, 128, "c" * 64)
+    failed = dataclasses.replace(result, outcomes=(dataclasses.replace(walk, passed=False, differing_bytes=1),))
+    for decision, probed in (
+        (Decision(True, "differs", inexact=True), failed),
+        (Decision(True, "exact", inexact=True), result),
+        (Decision(False, "no drafter"), result),
+        (Decision(True, "exact"), failed),
+        (Decision(True, "exact"), None),
+        (Decision(True, "exact"), dataclasses.replace(result, not_run="an exception")),
+    ):
+        assert identity.certificate_line(bench, "x", "rowwise", decision, probed) is None

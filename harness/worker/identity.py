@@ -115,12 +115,15 @@ def settings_of(bench: Bench) -> tuple[Setting, ...]:
     """The ledger as this child knows it: asked for and in force. The parent adds where it was asked for."""
     asked, read = bench.reading.requested, bench.reading.effective
     policy = bench.policy
+    in_force = dict(read)
+    if bench.device.startswith("cuda") and bench.pair is not None:
+        in_force["MLX_ENABLE_TF32"] = str(int(torch.backends.cuda.matmul.allow_tf32))  # torch's own state
     cuda, dtype = bench.device.startswith("cuda"), "bfloat16" if bench.pair is None else _dtype(bench.pair.target)
     rows = [
         Setting(
             name=name,
             requested=asked[name],
-            effective=read[name],
+            effective=in_force[name],
             source="",
             read=flag.read_when,
             note=effect_note(flag.field, policy, cuda=cuda, dtype=dtype),
