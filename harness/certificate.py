@@ -140,7 +140,7 @@ def refusal(certificates: Sequence[CertificateLine], wanted: Wanted) -> str | No
     if covering(certificates, wanted) is not None:
         return None
     if not certificates:
-        return "no probe left an exactness certificate"
+        return "no probe left a sound exactness certificate"
     reasons: list[list[str]] = [match(one, wanted) for one in certificates]
     nearest = min(reasons, key=len)
     return "; ".join(nearest)

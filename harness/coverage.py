@@ -38,12 +38,13 @@ def covered_by(lines: Sequence[AnyLine], case: str, reach: Mapping[str, int]) ->
 
 def identical_arms(lines: Iterable[AnyLine], case: str) -> str | None:
     """Two arms of a case that compute the same thing under two names, in words, or None."""
-    first: dict[str, str] = {}
-    for arm, line in arm_paths(lines, case).items():
-        other = first.setdefault(line.fingerprint, arm)
-        if other != arm:
-            kernels = line.fingerprint[:12]
-            return (
-                f"arms identical: {other} and {arm} run the same kernels (fingerprint {kernels}); no flag reached one"
-            )
+    first: dict[str, PathLine] = {}
+    for line in arm_paths(lines, case).values():
+        other = first.setdefault(line.fingerprint, line)
+        if other is line:
+            continue
+        names = sorted(name for name in line.flags if line.flags[name] != other.flags.get(name))
+        same = [f"{name}={other.flags.get(name)} and {line.flags[name]}" for name in names]
+        why = f": {', '.join(same)} come to the same" if same else ""
+        return f"arms identical: {other.arm} and {line.arm} run kernels {line.fingerprint[:12]}{why}"
     return None

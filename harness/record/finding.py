@@ -160,6 +160,7 @@ def _without_speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -
     if len(skipped) == len(cases):
         return f"nothing measured here, {short(skipped[0].reason)}"
     if tokens_identical is True:
-        return "MTP is byte-identical to classic, speed not measured"
+        withheld = any(arm.verdict_reason.startswith("withheld") for case in cases for arm in case.arms)
+        return f"MTP is byte-identical to classic, speed {'withheld' if withheld else 'not measured'}"
     ran = len(cases) - len(skipped)
     return f"{plural(ran, 'case')} ran as declared, text and speed not compared"
