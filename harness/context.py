@@ -7,6 +7,7 @@ choice (`emit`), so a test run never writes into a record.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,16 +16,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.flags import FlagError, read_flags
-from harness import gate
+from harness import gate, ledger
 from harness.checks.base import Judgement
 from harness.checks.registry import get
 from harness.errors import CheckFailed, GateError, HarnessError, RunError
 from harness.events import RunEvent
 from harness.grown import Grower
+from harness.ledger import check_flags
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child
 from harness.protocol import AnyEvent, LogEvent, Progress, RawLine, Setup
-from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine
+from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine, PathLine
 from harness.spec.plan import Case, child_key
 from harness.spec.resolve import growable, missing_checkpoints, models_root, pair_folders
 
@@ -133,15 +134,22 @@ class RunContext:
             return self._ask(child, case, kind, args)
 
     def _ask(self, child: Child, case: Case, kind: str, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one job in a child; what it sends on the way is filed."""
+        """Run one job in a child; what it sends on the way is filed. CheckFailed when it ran other than asked."""
+        found: list[str] = []
 
         def receive(event: AnyEvent) -> None:
             if isinstance(event, RawLine):
-                self.emit(_own_line(event, child, case.id))
+                line = _own_line(event, child, case.id)
+                self.emit(line)
+                if isinstance(line, PathLine) and (differs := ledger.path_difference(line, args)):
+                    found.append(differs)
             elif isinstance(event, Progress):
                 self.progress(case, event.done, event.total, event.note)
 
-        return child.run(kind, case.id, args, timeout_s=self._timeout_s, on_event=receive).data
+        data = child.run(kind, case.id, args, timeout_s=self._timeout_s, on_event=receive).data
+        if found:
+            raise CheckFailed(f"child {child.name}: {found[0]}")
+        return data
 
     # ---- skips and gates ----------------------------------------------------------------------------------------
 
@@ -280,6 +288,8 @@ class RunContext:
         folders = tuple(Path(folder) for folder in (target, drafter) if folder)  # none: the child loads no pair
         gate.check_memory(folders, device)
         threads = self._threads or gate.default_threads(folders, device)
+        needs_cuda = any(part.cuda for part in case.requires)
+        sources = ledger.sources(device, needs_cuda, self._threads, threads, os.environ)
         name = self._name(case, env, key)
         self._notify(RunEvent("child", f"starting child {name}", case.id))
         child = Child(name, env, self.log_dir / f"{_file_name(name)}.log", command=self._command, on_event=self._hear)
@@ -304,8 +314,11 @@ class RunContext:
                 drafter=ready.drafter,
                 peak_memory_bytes=ready.peak_memory_bytes,
                 load_phases=ready.load_phases,
+                settings=ledger.annotate(ready.settings, env, os.environ, sources),
             )
             check_flags(name, env, ready.flags_requested, ready.flags_effective)
+            if differs := ledger.first_difference(line.settings):
+                raise CheckFailed(f"child {name}: {differs}")
         except BaseException:
             child.kill()
             raise
@@ -371,24 +384,6 @@ class RunContext:
             self.close()
         else:
             self.kill()
-
-
-def check_flags(
-    child: str, env: Mapping[str, str | None], requested: Mapping[str, str | None], effective: Mapping[str, str]
-) -> None:
-    """Raise CheckFailed when a child runs with other flags than its cell says; its own reading decides."""
-    wanted = {name: value for name, value in env.items() if value is not None}
-    try:
-        expected = read_flags(wanted).effective
-    except FlagError as error:
-        raise CheckFailed(f"child {child}: {error}") from None
-    for name, value in expected.items():
-        if effective.get(name) != value:
-            seen = effective.get(name)
-            raise CheckFailed(f"child {child}: the cell asks for {name}={value}, the child runs with {seen}")
-    for name, given in requested.items():
-        if given is not None and name not in wanted:
-            raise CheckFailed(f"child {child}: {name}={given} reached the child, and the cell does not set it")
 
 
 def _own_line(event: RawLine, child: Child, case_id: str) -> AnyLine:

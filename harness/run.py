@@ -179,6 +179,7 @@ def _start_line(loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed
         command=command,
         resumed=resumed,
         cases=tuple(case.id for case in cases),
+        certified=True,
     )
 
 

@@ -70,7 +70,7 @@ def test_a_conversation(start: Any) -> None:
             "probe", f"x::probe{number}", {"stage": "rowwise", "draws": [8]}, timeout_s=20, on_event=seen.append
         )
         assert result.job == number
-    assert [event.line["line"] for event in seen if isinstance(event, RawLine)] == ["draw", "decision"] * 2
+    assert [event.line["line"] for event in seen if isinstance(event, RawLine)] == ["draw", "decision", "path"] * 2
     child.close()
     assert not alive(child.pid)
 
