@@ -98,8 +98,12 @@ class Child:
         command: Sequence[str] = WORKER_COMMAND,
         on_event: Callable[[AnyEvent], None] | None = None,
         keep_log: bool = True,
+        pinned: Mapping[str, str] | None = None,
     ) -> None:
-        """`log_path` gets the child's stderr; with `keep_log` False messages do not send the reader there."""
+        """`log_path` gets the child's stderr; with `keep_log` False messages do not send the reader there.
+
+        `pinned` goes into the environment last: which GPU the child may see.
+        """
         self.name = name
         self.flags = dict(flags)
         self.log_path = log_path
@@ -118,7 +122,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                env=child_environment(flags),
+                env=child_environment(flags) | dict(pinned or {}),
                 start_new_session=True,  # its own group, so that whatever it starts ends with it
             )
         except OSError as error:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness import gate, provenance
+from harness import provenance
+from harness.admission import admit
 from harness.context import RunContext
 from harness.errors import UsageError
 from harness.estimate import Estimate, child_environments, estimate
@@ -24,7 +25,7 @@ from harness.record.lines import CaseLine, EndLine, StartLine
 from harness.record.store import DEFAULT_OUT, RecordStore, read_lines
 from harness.resume import Resumed, records_of
 from harness.spec.load import LoadedSpec
-from harness.spec.plan import Case, plan
+from harness.spec.plan import Case, is_timed, plan
 from harness.spec.resolve import missing_checkpoints, models_root
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -44,6 +45,8 @@ class RunOptions:
     command: str | None = None  # as the record shows it; default: this process's own
     job_timeout_s: float = JOB_TIMEOUT_S
     lock_dir: Path | None = None
+    gate_off: bool = False  # --no-gate: measure anyway, and say so in the record
+    quiet_s: float | None = None  # how long a timed case waits for a quiet CPU; None: it does not look
     worker: tuple[str, ...] = WORKER_COMMAND
 
 
@@ -116,8 +119,13 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
         names = ", ".join(f"{name}={value}" for name, value in stray.items())
         raise UsageError(f"{names} is set in the shell and would not reach a child: unset it or put it in the spec")
     device = device_of(loaded, options)
-    wanted = {case.id for case in chosen_cases(loaded, options)}
-    with _signals(), gate.measuring_lock(device, options.lock_dir):
+    chosen = chosen_cases(loaded, options)
+    wanted = {case.id for case in chosen}
+    timed = any(is_timed(case) for case in chosen)
+    with (
+        _signals(),
+        admit(device, timed=timed, lock_dir=options.lock_dir, gate_off=options.gate_off) as admitted,
+    ):
         if options.resume is not None:
             resumed = Resumed.open(options.resume, loaded)
             store, done = resumed.store, resumed.done
@@ -135,7 +143,9 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
             earlier=tuple(store.lines),
             command=options.worker,
             job_timeout_s=options.job_timeout_s,
-            locked=(device,),
+            place=admitted.places[0],
+            gate_off=options.gate_off,
+            quiet_s=options.quiet_s,
             threads=options.threads,
         )
         try:
@@ -148,7 +158,7 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
                     resumed.check(env)
                 if resumed is None or not resumed.env:
                     store.write_env(env)
-                store.append(_start_line(loaded, cases, command, resumed is not None))
+                store.append(_start_line(loaded, cases, command, resumed is not None, admitted.ignored))
                 todo = [case for case in cases if case.id not in done and case.id in wanted]
                 _run_cases(todo, context, on_event or (lambda event: None))
         except KeyboardInterrupt as stop:
@@ -157,7 +167,9 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
         return _finish(store, cases, None)
 
 
-def _start_line(loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed: bool) -> StartLine:
+def _start_line(
+    loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed: bool, ignored: tuple[str, ...] | None
+) -> StartLine:
     return StartLine(
         spec=loaded.id_path,
         spec_sha256=loaded.sha256,
@@ -165,6 +177,7 @@ def _start_line(loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed
         command=command,
         resumed=resumed,
         cases=tuple(case.id for case in cases),
+        gate_ignored=ignored,
     )
 
 

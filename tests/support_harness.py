@@ -260,7 +260,7 @@ def main() -> None:
         if script.get("on") in (None, job["case"].partition("::")[2], job["kind"]):
             misbehave(script.get("how"))
             if "fail" in script:
-                emit(event="error", job=job["id"], kind=script["fail"], message="no")
+                emit(event="error", job=job["id"], kind=script["fail"], message=script.get("message", "no"))
                 continue
         data = answer(job, script)
         emit(event="result", job=job["id"], data=data)

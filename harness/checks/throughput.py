@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness import gate, stats
+from harness import stats
 from harness.checks.base import (
     Judgement,
     acceptance_note,
@@ -56,8 +56,10 @@ def measure(case: Case, context: RunContext) -> None:
             prompt = prompts[repeat % len(prompts)]
             for slot, timed in slots:
                 context.progress(case, done, total, f"repeat {repeat + 1} {slot}")
+                before = context.telemetry(case)
                 data = _generate(case, context, check, prompt, timed)
-                context.emit(_arm_line(case, repeat, slot, timed, prompt["name"], data))
+                around = {"before": before, "after": context.telemetry(case)}
+                context.emit(_arm_line(case, repeat, slot, timed, prompt["name"], data | around))
                 prompt_tokens, done = data["prompt_tokens"], done + 1
         context.job(
             case,
@@ -124,7 +126,9 @@ def _arm_line(case: Case, repeat: int, slot: str, arm: Arm | None, prompt: str, 
             "prompt": prompt,
             "verify_s": data["verify_s"],
             "draft_s": data["draft_s"],
-            "load1": gate.load1(),
+            "load1": data["after"].load1,
+            "before": data["before"],
+            "after": data["after"],
         }
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
+from harness.record.gate_view import gate_rows
 from harness.record.host import device_label, host_rows
 from harness.record.kernels import kernel_figures
 from harness.record.lines import (
@@ -25,6 +26,7 @@ from harness.record.lines import (
     DecisionLine,
     DrawLine,
     EndLine,
+    GateLine,
     KernelLine,
     KernelShapeLine,
     Outcome,
@@ -57,6 +59,7 @@ CaseEvent = (
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
     | CheckLine
     | KernelShapeLine
@@ -165,7 +168,7 @@ def build_record(
             for case in cases
             for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""))
         ),
-        host=host_rows(env, tuple(run.children.values())),
+        host=host_rows(env, tuple(run.children.values())) | gate_rows(run.starts, run.cases),
         sources=dict(sources or {}),
     )
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.record.telemetry import Telemetry
+
 SCHEMA_VERSION = 1
 
 Outcome = Literal["pass", "fail", "declined", "skipped", "unresolved", "error"]
@@ -50,6 +52,7 @@ class StartLine(Line):
     command: str
     resumed: bool = False
     cases: tuple[str, ...]  # every planned id, in order: what a partial record misses is computed from this
+    gate_ignored: tuple[str, ...] | None = None  # with --no-gate: what the gate would have refused; None: it was on
 
 
 class ChildLine(Line):
@@ -142,6 +145,20 @@ class ArmLine(Line):
     verify_s: float = 0.0
     draft_s: float = 0.0
     load1: float | None = None
+    before: Telemetry | None = None
+    after: Telemetry | None = None
+
+
+class GateLine(Line):
+    """The machine around a timed case, or what `--no-gate` let pass when a pair was loaded."""
+
+    line: Literal["gate"] = "gate"
+    case: str
+    when: Literal["load", "before", "after"]
+    waited_s: float = 0.0  # for a quiet CPU
+    note: str = ""  # what else ran when the case began; empty: nothing that matters
+    ignored: tuple[str, ...] = ()
+    telemetry: Telemetry | None = None
 
 
 class StepLine(Line):
@@ -238,6 +255,7 @@ AnyLine = Annotated[
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
     | CheckLine
     | KernelShapeLine
