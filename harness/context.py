@@ -19,6 +19,7 @@ from engine.flags import FlagError, read_flags
 from harness import gate, gpus
 from harness.checks.base import Judgement
 from harness.checks.registry import get
+from harness.children import ChildKey, key_of, name_child
 from harness.errors import CheckFailed, GateError, HarnessError, RunError
 from harness.events import RunEvent
 from harness.grown import Grower
@@ -29,11 +30,9 @@ from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child, ChildMemoryErr
 from harness.protocol import AnyEvent, LogEvent, Progress, RawLine, Setup
 from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine, GateLine
 from harness.record.telemetry import Telemetry
-from harness.spec.plan import Case, child_key
-from harness.spec.resolve import models_root, pair_folders
+from harness.spec.plan import Case
 
 MAX_CHILDREN = 4  # loaded at once; an arm with flags of its own needs a second one beside classic's
-ChildKey = tuple[str, str, str, tuple[tuple[str, str], ...]]
 
 
 class RunContext:
@@ -47,7 +46,8 @@ class RunContext:
         require: Iterable[str] = (),
         emit: Callable[[AnyLine], None] | None = None,
         on_event: Callable[[RunEvent], None] | None = None,
-        earlier: Sequence[AnyLine] = (),
+        lines: list[AnyLine] | None = None,
+        names: dict[ChildKey, str] | None = None,
         command: Sequence[str] = WORKER_COMMAND,
         job_timeout_s: float = JOB_TIMEOUT_S,
         max_children: int = MAX_CHILDREN,
@@ -59,7 +59,8 @@ class RunContext:
         threads: int | None = None,
         grower: Grower | None = None,
     ) -> None:
-        """`device` None: CUDA for a spec that requires it, else the CPU. `earlier`: the lines of a resumed record.
+        """`device` None: CUDA for a spec that requires it, else the CPU. `lines`: the run's lines so far, to which this
+        context adds; jobs of one run share them. `names`: what its children are called.
 
         `place`: where the caller lets it run, whose lock the caller holds. `gate_off`: too little memory is noted, not
         refused. `quiet_s`: how long a timed case waits for a quiet CPU; None: it does not look.
@@ -68,7 +69,8 @@ class RunContext:
         self.device = device
         self.place = place
         self.require = frozenset(require)
-        self.lines: list[AnyLine] = list(earlier)
+        self.lines: list[AnyLine] = [] if lines is None else lines
+        self._own: list[AnyLine] = []  # of the running case
         self._sink = emit
         self._on_event = on_event
         self._command = tuple(command)
@@ -91,7 +93,7 @@ class RunContext:
         )
         self._meter: Meter | None = None
         self._children: dict[ChildKey, Child] = {}  # in order of last use
-        self._names: dict[ChildKey, str] = {}
+        self._names: dict[ChildKey, str] = {} if names is None else names
         self._case_child: Child | None = None
         self._case_keys: set[ChildKey] = set()
 
@@ -101,14 +103,14 @@ class RunContext:
         """Run one case to its end and file its line. Only an interrupt gets past this."""
         kind = get(case.kind)
         began = time.monotonic()
-        first = len(self.lines)
+        self._own = []
         self._case_child = None
         self._case_keys.clear()
         judgement = self._needs.judgement(case)
         if judgement is None:
             try:
                 kind.measure(case, self)
-                judgement = kind.judge(case, self.lines[first:], self.lines)
+                judgement = kind.judge(case, self._own, self.lines)
             except CheckFailed as error:
                 judgement = Judgement("fail", str(error))
             except (HarnessError, ValueError) as error:
@@ -130,6 +132,7 @@ class RunContext:
     def emit(self, line: AnyLine) -> None:
         """File a raw line."""
         self.lines.append(line)
+        self._own.append(line)
         if self._sink is not None:
             self._sink(line)
 
@@ -218,11 +221,7 @@ class RunContext:
 
     def child_key(self, case: Case, env: Mapping[str, str | None]) -> ChildKey:
         """What tells children apart: device, pair and flags."""
-        if case.pair is None:
-            return (self.device_of(case), "", "", child_key(env))
-        root = models_root()
-        target, drafter = (str(folder) for folder in pair_folders(case.pair, case.folder, root))
-        return (self.device_of(case), target, drafter, child_key(env))
+        return key_of(self.device_of(case), case, env)
 
     def child(self, case: Case, env: Mapping[str, str | None]) -> Child:
         """The running child for a case's pair and these flags, started if need be, its flags read back and compared."""
@@ -246,7 +245,7 @@ class RunContext:
         folders = tuple(Path(folder) for folder in (target, drafter) if folder)  # none: the child loads no pair
         self._check_memory(case, folders, device)
         threads = self._threads or gate.default_threads(folders, device)
-        name = self._name(case, env, key)
+        name = name_child(self._names, case, env, key)
         self._notify(RunEvent("child", f"starting child {name}", case.id))
         log = self.log_dir / f"{_file_name(name)}.log"
         child = Child(name, env, log, command=self._command, on_event=self._hear, pinned=self._pinned)
@@ -261,7 +260,7 @@ class RunContext:
             ready = child.start(setup)
             line = ChildLine(
                 child=name,
-                env_requested={flag: env[flag] for flag in sorted(env)},
+                env_requested=dict(key[3]),  # a flag that a cell leaves unset is asked for by nobody
                 flags_effective=ready.flags_effective,
                 ready_s=round(child.ready_s, 3),
                 device=ready.device,
@@ -270,6 +269,7 @@ class RunContext:
                 target=ready.target,
                 drafter=ready.drafter,
                 peak_memory_bytes=ready.peak_memory_bytes,
+                started_for=case.id,
             )
             check_flags(name, env, ready.flags_requested, ready.flags_effective)
             self.emit(line)
@@ -303,25 +303,6 @@ class RunContext:
             return state.free_bytes
         return None if self._children else int(self._needs.gpu_of(device)["free_gib"] * 2**30)
 
-    def _name(self, case: Case, env: Mapping[str, str | None], key: ChildKey) -> str:
-        """A short name: "default" without flags, else the cell's labels, else the flags; unique in this run."""
-        if key in self._names:
-            return self._names[key]
-        name = "default"
-        if key[3]:
-            axes = {axis: label for axis, label in case.cell if axis in case.check.matrix}
-            env_axes = [a for a in axes if getattr(case.check.matrix[a], "env", None) is not None]
-            if env_axes and child_key(case.env) == key[3]:
-                name = "+".join(f"{axis}:{axes[axis]}" for axis in env_axes)
-            else:
-                name = "+".join(f"{flag}:{value}" for flag, value in key[3])
-        taken = set(self._names.values())
-        unique, number = name, 2
-        while unique in taken:
-            unique, number = f"{name}-{number}", number + 1
-        self._names[key] = unique
-        return unique
-
     def _hear(self, event: AnyEvent) -> None:
         if isinstance(event, LogEvent):
             self._note(event.message)
@@ -332,6 +313,11 @@ class RunContext:
         for key in [key for key in self._children if key not in keep]:
             self._children.pop(key).close()
 
+    def release_flags(self, wanted: Iterable[tuple[tuple[str, str], ...]]) -> None:
+        """Close the children whose flags are not wanted."""
+        keep = set(wanted)
+        self.release([key for key in self._children if key[3] in keep])
+
     def close(self) -> None:
         """End every child."""
         self.release(())
@@ -341,7 +327,7 @@ class RunContext:
 
     def kill(self) -> None:
         """End every child at once, without waiting for its job."""
-        for child in self._children.values():
+        for child in list(self._children.values()):  # another thread may be adding one
             child.kill()
         if self._case_child is not None:
             self._case_child.kill()

@@ -224,7 +224,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             content = {"line": "step", "case": case, "step": step, "rows": rows, "context_tokens": 7}
             line({**content, "seconds": seconds})
     elif kind == "machine":
-        return {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []}
+        return script.get("machine", {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []})
     return dict(script.get("data", {}))
 
 
@@ -233,6 +233,8 @@ def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with (Path(script["folder"]) / "starts.txt").open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {os.environ.get('MLXCEL_QMV_MULTIROW', 'unset')}\n")
+    with (Path(script["folder"]) / "pins.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}\n")
     if "grandchild" in script:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (Path(script["folder"]) / "grandchild.txt").write_text(str(process.pid), encoding="ascii")
@@ -256,6 +258,7 @@ def main() -> None:
         job = json.loads(text)
         with (Path(script["folder"]) / "jobs.txt").open("a", encoding="utf-8") as file:
             file.write(f"{job['kind']} {job['case']}\n")
+        began = time.monotonic()
         time.sleep(script.get("slow", 0))
         if script.get("on") in (None, job["case"].partition("::")[2], job["kind"]):
             misbehave(script.get("how"))
@@ -263,6 +266,8 @@ def main() -> None:
                 emit(event="error", job=job["id"], kind=script["fail"], message=script.get("message", "no"))
                 continue
         data = answer(job, script)
+        with (Path(script["folder"]) / "spans.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{began} {time.monotonic()} {os.getpid()} {job['case']}\n")
         emit(event="result", job=job["id"], data=data)
 
 

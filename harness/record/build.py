@@ -248,7 +248,7 @@ def build_comparison(line: ComparisonLine) -> ComparisonFigures:
 
 def build_child(line: ChildLine) -> ChildRecord:
     """One child process."""
-    return ChildRecord(**line.model_dump(exclude={"line"}))
+    return ChildRecord(**line.model_dump(exclude={"line", "started_for"}))
 
 
 def overall_outcome(cases: Sequence[CaseRecord], not_run: Sequence[str]) -> Outcome:

@@ -69,6 +69,7 @@ class ChildLine(Line):
     target: dict[str, Any] = Field(default_factory=dict)  # checkpoint name, fingerprint, bytes
     drafter: dict[str, Any] = Field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    started_for: str | None = None  # the case that needed it first
 
 
 class DrawLine(Line):
