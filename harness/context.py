@@ -71,6 +71,7 @@ class RunContext:
         self.require = frozenset(require)
         self.lines: list[AnyLine] = [] if lines is None else lines
         self._own: list[AnyLine] = []  # of the running case
+        self._case_id: str | None = None
         self._sink = emit
         self._on_event = on_event
         self._command = tuple(command)
@@ -104,6 +105,7 @@ class RunContext:
         kind = get(case.kind)
         began = time.monotonic()
         self._own = []
+        self._case_id = case.id
         self._case_child = None
         self._case_keys.clear()
         judgement = self._needs.judgement(case)
@@ -141,7 +143,7 @@ class RunContext:
         self._notify(RunEvent("progress", note, case.id, done, total))
 
     def _note(self, text: str) -> None:
-        self._notify(RunEvent("note", text))
+        self._notify(RunEvent("note", text, self._case_id))
 
     def _notify(self, event: RunEvent) -> None:
         if self._on_event is not None:

@@ -85,13 +85,14 @@ def hold(
     *,
     refuse: Callable[[Place], str | None] = lambda place: None,
     wait_s: float = 0.0,
+    prefer: Place | None = None,
 ) -> Iterator[tuple[Place, ...]]:
     """Hold as many places of a device as there are jobs. On a CPU the jobs share one lock: they share its cores.
 
-    `refuse` says why a place whose lock is ours is still not fit, or None. GateError, with every reason, when too few
-    are left; whatever was taken is free again by then.
+    `refuse` says why a place whose lock is ours is still not fit, or None; `prefer` is tried first. GateError, with
+    every reason, when too few are left after `wait_s`; whatever was taken is free again by then.
     """
-    offered = places(device)
+    offered = sorted(places(device), key=lambda place: place != prefer)
     cpu = not device.startswith("cuda")
     wanted = 1 if cpu else jobs
     if not cpu and len(offered) < jobs:

@@ -49,9 +49,7 @@ class Needs:
 
     def device_of(self, case: Case) -> str:
         """Where a case runs."""
-        if self.device is not None:
-            return self.device
-        return "cuda" if any(part.cuda for part in case.requires) else "cpu"
+        return device_of(case, self.device)
 
     def judgement(self, case: Case) -> Judgement | None:
         """Skipped, or refused under `--require`, or None to go on."""
@@ -132,6 +130,11 @@ class Needs:
             last = f"cuda:0 to cuda:{len(seen) - 1} are" if len(seen) > 1 else "only cuda:0 is" if seen else "none is"
             raise GateError(f"device {device}: {last} visible here; choose another with --device")
         return dict(seen[number])
+
+
+def device_of(case: Case, asked: str | None) -> str:
+    """Where a case runs: as asked, else on CUDA when it requires that, else on the CPU."""
+    return asked or ("cuda" if any(part.cuda for part in case.requires) else "cpu")
 
 
 def _lacking_memory(case: Case, free: int | None) -> list[tuple[str, str]]:
