@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from harness import provenance
 from harness.errors import UsageError
@@ -23,11 +24,12 @@ from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, stray_flags
 from harness.record.lines import CaseLine, EndLine, StartLine
 from harness.record.store import DEFAULT_OUT, RecordStore, read_lines
 from harness.resume import Resumed, records_of
-from harness.site import JobSettings, LocalSite, local_site
+from harness.site import JobSettings, Site, local_site
 from harness.spec.load import LoadedSpec
 from harness.spec.plan import Case, is_timed, plan
 from harness.spec.resolve import missing_checkpoints, models_root
 
+Executor = Literal["local", "ray"]
 INTERRUPTED, TERMINATED = 130, 143
 OnEvent = Callable[[RunEvent], None]
 
@@ -43,6 +45,7 @@ class RunOptions:
     require: tuple[str, ...] = ()
     threads: int | None = None
     jobs: int = 1
+    executor: Executor = "local"  # where the jobs are: on this host, or on a Ray cluster
     command: str | None = None  # as the record shows it; default: this process's own
     job_timeout_s: float = JOB_TIMEOUT_S
     lock_dir: Path | None = None
@@ -151,20 +154,22 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
         return _finish(store, cases, None)
 
 
-def _site(
-    loaded: LoadedSpec, options: RunOptions, cases: Sequence[Case]
-) -> contextlib.AbstractContextManager[LocalSite]:
+def _site(loaded: LoadedSpec, options: RunOptions, cases: Sequence[Case]) -> contextlib.AbstractContextManager[Site]:
     """Where the run's jobs will be, held while it lasts."""
     settings = JobSettings(
         device=device_of(loaded, options),
         require=options.require,
-        worker=options.worker,
+        worker=options.worker if options.worker != WORKER_COMMAND else None,
         job_timeout_s=options.job_timeout_s,
         gate_off=options.gate_off,
         quiet_s=options.quiet_s,
         threads=options.threads,
     )
     timed = any(is_timed(case) for case in cases)
+    if options.executor == "ray":
+        from harness.ray_site import ray_site
+
+        return ray_site(settings, loaded, options.jobs, timed=timed, lock_dir=options.lock_dir)
     return local_site(settings, cases, options.jobs, timed=timed, lock_dir=options.lock_dir)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from harness.children import ChildKey, name_children
 from harness.context import RunContext
 from harness.errors import GateError
 from harness.pool import FlagKey, Job, Sink, grouped
+from harness.process import WORKER_COMMAND
 from harness.record.lines import AnyLine, CaseLine
 from harness.spec.load import LoadedSpec
 from harness.spec.plan import Case
@@ -28,7 +29,7 @@ class JobSettings:
 
     device: str
     require: tuple[str, ...]
-    worker: tuple[str, ...]
+    worker: tuple[str, ...] | None  # None: the worker of this project
     job_timeout_s: float
     gate_off: bool
     quiet_s: float | None
@@ -41,7 +42,6 @@ class Crew:
 
     jobs: Sequence[Job]
     environment: Callable[[LoadedSpec, Sequence[Case], str], Environment]
-    collect_logs: Callable[[], None] = field(default=lambda: None)
 
 
 class Site(Protocol):
@@ -109,7 +109,7 @@ class LocalSite:
                         on_event=sink.notify,
                         lines=lines,
                         names=names,
-                        command=self.settings.worker,
+                        command=self.settings.worker or WORKER_COMMAND,
                         job_timeout_s=self.settings.job_timeout_s,
                         gate_off=self.settings.gate_off,
                         quiet_s=self.settings.quiet_s,
@@ -118,16 +118,21 @@ class LocalSite:
                 )
                 for place, folder in zip(self.admitted.places, logs, strict=True)
             ]
-            first = contexts[0]
 
             def environment(loaded: LoadedSpec, cases: Sequence[Case], command: str) -> Environment:
-                device = self.settings.device
-                gpu = first.gpu() if device.startswith("cuda") else None
-                first.provide(cases)  # before env.json names the pair's files, and before children are called by them
-                names.update(name_children(grouped(cases), device))
-                return provenance.environment(loaded, cases, device=device, command=command, gpu=gpu)
+                env = environment_of(contexts[0], loaded, cases, command)
+                names.update(name_children(grouped(cases), self.settings.device))
+                return env
 
             yield Crew([LocalJob(context) for context in contexts], environment)
+
+
+def environment_of(context: RunContext, loaded: LoadedSpec, cases: Sequence[Case], command: str) -> Environment:
+    """What env.json says of a context's machine. Grows the pair first: env.json names its files, children too."""
+    device = context.device or "cpu"
+    gpu = context.gpu() if device.startswith("cuda") else None
+    context.provide(cases)
+    return provenance.environment(loaded, cases, device=device, command=command, gpu=gpu)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 @click.option("--require", multiple=True, metavar="WHAT", help=f"Fail without it: {', '.join(REQUIREMENTS)}.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads of the child processes.")
 @click.option("--jobs", type=click.IntRange(1), default=1, help="Cases side by side: a GPU each, or sharing the CPU.")
+@click.option(
+    "--executor", type=click.Choice(["local", "ray"]), default="local", help="Where jobs run. [default: here]"
+)
 @click.option("--no-gate", is_flag=True, help="Measure on a machine that is in use or too small; the record says so.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per case, then one for the run.")
 @click.option("--plain", is_flag=True, help="Lines instead of progress bars (as when the output is not a terminal).")
@@ -47,6 +50,7 @@ def run(
     require: tuple[str, ...],
     threads: int | None,
     jobs: int,
+    executor: str,
     no_gate: bool,
     as_json: bool,
     plain: bool,
@@ -72,6 +76,7 @@ def run(
         require=required(require),
         threads=threads,
         jobs=jobs,
+        executor="ray" if executor == "ray" else "local",
         gate_off=no_gate,
         quiet_s=QUIET_WAIT_S,
     )
