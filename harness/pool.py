@@ -109,6 +109,11 @@ class Pool:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._begun = self._ended = self._total = 0
+        self._timed: list[Case] = []
+        self._alone: int | None = None  # the job that runs what is timed
+        self._go = threading.Event()
+        self._idle = [threading.Event() for _ in jobs]
+        self._closed = [threading.Event() for _ in jobs]
 
     def run(self, cases: Sequence[Case]) -> None:
         """Run all cases; raises what a job's thread raised, and ends every job before anything gets past this."""
@@ -118,8 +123,7 @@ class Pool:
             if len(self._jobs) == 1:
                 self._serially(0, ordered)
             else:
-                self._side_by_side([case for case in ordered if not is_timed(case)])
-                self._alone([case for case in ordered if is_timed(case)])
+                self._side_by_side(ordered)
         except BaseException:
             self.stop()
             raise
@@ -130,43 +134,53 @@ class Pool:
                 self._jobs[number].release(key for later in ordered[place:] for key in flag_keys(later))
             self._one(number, case)
 
-    def _alone(self, ordered: Sequence[Case]) -> None:
-        """What measures time: on one job, with the others' children ended."""
-        number = next((number for number in self._loaded if number not in self._lost), 0)
-        for other, job in enumerate(self._jobs):
-            if other != number and other not in self._lost:
-                job.close()
-        self._serially(number, ordered)
-
     def _side_by_side(self, ordered: Sequence[Case]) -> None:
-        self._left = bundles(ordered)
+        """A thread per job. Each lives to the end: the kernel ends a child with the thread that started it."""
+        self._left = bundles([case for case in ordered if not is_timed(case)])
+        self._timed = [case for case in ordered if is_timed(case)]
+        numbers = range(len(self._jobs))
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"job-{number + 1}", daemon=True)
-            for number in range(len(self._jobs))
+            for number in numbers
         ]
         for thread in self._threads:
             thread.start()
+        for number in numbers:
+            while not self._idle[number].wait(POLL_S):  # in short waits, so that Ctrl-C gets through
+                pass
+        if self._failure is None:
+            self._alone = next((number for number in numbers if number not in self._lost), 0)
+        self._go.set()
         for thread in self._threads:
             while thread.is_alive():
-                thread.join(POLL_S)  # in short waits, so that Ctrl-C gets through
+                thread.join(POLL_S)
         if self._failure is not None:
             raise self._failure
-        for bundle in self._left:  # every job was lost
-            for case in bundle:
-                self._one(0, case)
 
     def _work(self, number: int) -> None:
-        """A job's thread: bundles until none is left, or the job is lost, or the run is being stopped."""
+        """A job's thread: bundles until none is left, then, on one job when all others have ended, what is timed."""
         try:
             while number not in self._lost and (bundle := self._next(number)) is not None:
                 for case in bundle:
                     self._one(number, case)
+            self._idle[number].set()
+            self._go.wait()
+            if self._alone == number:
+                for other, closed in enumerate(self._closed):
+                    if other != number:
+                        closed.wait()
+                self._serially(number, [*(case for bundle in self._left for case in bundle), *self._timed])
+            if number not in self._lost:
+                self._jobs[number].close()
         except Stopped:
             self._jobs[number].kill()
         except BaseException as error:  # a bug: the caller's thread raises it
             self._failure = self._failure or error
             self._left = []
             self._jobs[number].kill()
+        finally:
+            self._idle[number].set()
+            self._closed[number].set()
 
     def _next(self, number: int) -> tuple[Case, ...] | None:
         """The next bundle for a job: one for a child that it has, else one for a child that no other job has."""
@@ -207,6 +221,8 @@ class Pool:
         self._sink.stop()
         with self._lock:
             self._left = []
+        self._alone = None
+        self._go.set()
         for job in self._jobs:
             job.kill()
         for thread in self._threads:

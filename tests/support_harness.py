@@ -5,6 +5,7 @@ Run as a program: `python support_harness.py SCRIPT.json`; the script says what 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -235,6 +236,8 @@ def main() -> None:
         file.write(f"{os.getpid()} {os.environ.get('MLXCEL_QMV_MULTIROW', 'unset')}\n")
     with (Path(script["folder"]) / "pins.txt").open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}\n")
+    if "tied" in script:  # as the real worker, to the thread that started it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if "grandchild" in script:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (Path(script["folder"]) / "grandchild.txt").write_text(str(process.pid), encoding="ascii")
