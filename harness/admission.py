@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness import gate, gpus
 from harness.errors import GateError
-from harness.locks import Place, hold, places
+from harness.locks import POLL_S, Place, hold, places
+
+SETTLE_S = 2.0  # in which the processes of a run that has just been killed are gone
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,12 @@ def admit(
     """
 
     def foreign(place: Place) -> str | None:
-        return gate.foreign_processes(place.gpu) if timed and place.gpu is not None else None
+        if not timed or place.gpu is None:
+            return None
+        deadline = time.monotonic() + SETTLE_S
+        while (reason := gate.foreign_processes(place.gpu)) is not None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return reason
 
     if not gate_off:
         with hold(device, jobs, lock_dir, refuse=foreign) as held:

@@ -32,6 +32,7 @@ from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine, Gat
 from harness.record.telemetry import Telemetry
 from harness.spec.plan import Case
 
+QUIET_FOR_S = 60.0
 MAX_CHILDREN = 4  # loaded at once; an arm with flags of its own needs a second one beside classic's
 
 
@@ -63,7 +64,7 @@ class RunContext:
         context adds; jobs of one run share them. `names`: what its children are called.
 
         `place`: where the caller lets it run, whose lock the caller holds. `gate_off`: too little memory is noted, not
-        refused. `quiet_s`: how long a timed case waits for a quiet CPU; None: it does not look.
+        refused. `quiet_s`: how long timed cases wait for a quiet CPU, all together; None: they do not look.
         """
         self.log_dir = log_dir
         self.device = device
@@ -81,6 +82,7 @@ class RunContext:
         self._lock_wait_s = lock_wait_s
         self._gate_off = gate_off
         self._quiet_s = quiet_s
+        self._quiet_until = 0.0
         self._threads = threads
         self._pinned = {gpus.VISIBLE: place.pin} if place is not None and place.pin is not None else {}
         self._needs = Needs(
@@ -197,9 +199,7 @@ class RunContext:
             if self.place is None:
                 place = self._place_of(device)
                 stack.enter_context(measuring_lock(place, self._lock_dir, self._lock_wait_s))
-            quiet = gate.Quiet(0.0, "")
-            if self._quiet_s is not None or "quiet" in self.require:
-                quiet = gate.wait_until_quiet(self._quiet_s or 0.0)
+            quiet = self._wait_until_quiet()
             if quiet.note:
                 if "quiet" in self.require:
                     raise GateError(f"{quiet.note}, also after {quiet.waited_s:g} s (--require quiet)")
@@ -208,6 +208,16 @@ class RunContext:
             self.emit(GateLine(case=case.id, when="before", waited_s=quiet.waited_s, note=quiet.note, telemetry=state))
             yield
             self.emit(GateLine(case=case.id, when="after", telemetry=self.telemetry(case)))
+
+    def _wait_until_quiet(self) -> gate.Quiet:
+        """Wait as long as this run may in all; a CPU that was quiet a minute ago is not asked again."""
+        asked = self._quiet_s is not None or "quiet" in self.require
+        if not asked or time.monotonic() < self._quiet_until:
+            return gate.Quiet(0.0, "")
+        quiet = gate.wait_until_quiet(self._quiet_s or 0.0)
+        self._quiet_s = max((self._quiet_s or 0.0) - quiet.waited_s, 0.0)
+        self._quiet_until = 0.0 if quiet.note else time.monotonic() + QUIET_FOR_S
+        return quiet
 
     def telemetry(self, case: Case) -> Telemetry:
         """The machine's state now, with the GPU that the case runs on."""

@@ -24,6 +24,7 @@ A, B, C = (FakeGpu(f"GPU-{letter * 8}") for letter in "abc")
 def every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell's own choice of GPUs is not these tests' business."""
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    monkeypatch.setattr("harness.admission.SETTLE_S", 0.0)
 
 
 # ---- who is there ---------------------------------------------------------------------------------------------------
@@ -174,6 +175,19 @@ def test_a_gpu_in_use_is_passed_over_or_refused_with_numbers(tmp_path: Path, mon
         assert "12.0 GiB" in admitted.ignored[0]
     with admit("cuda:1", lock_dir=tmp_path, gate_off=True) as admitted:
         assert admitted.ignored == ()
+
+
+def test_processes_of_a_run_that_was_just_killed_get_time_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a refusal of the second of two runs in a row because the driver still lists the first."""
+    monkeypatch.setattr("harness.admission.SETTLE_S", 5.0)
+    monkeypatch.setattr("harness.admission.POLL_S", 0.0)
+    answers = iter(["still there", "still there", None])
+    fake_nvml(monkeypatch, A)
+    monkeypatch.setattr(gate, "foreign_processes", lambda gpu: next(answers))
+    with admit("cuda", lock_dir=tmp_path) as admitted:
+        assert admitted.places[0].gpu is not None
 
 
 def test_jobs_take_equal_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from harness import gate, gpus
 from harness.errors import GateError
 from harness.events import RunEvent
 from harness.pool import JobLost, Pool, Sink, bundles, grouped
+from harness.process import WORKER_COMMAND
 from harness.record.lines import AnyLine, CaseLine, ChildLine, EndLine, StartLine
 from harness.record.report import check as check_record
 from harness.record.store import read_lines
@@ -141,6 +142,45 @@ def test_jobs_that_do_not_fit_into_memory_are_refused(tmp_path: Path, monkeypatc
     outcome = run(tmp_path, 4, {"gate_off": True, "only": ("specs/tiny.yaml::probe",)})
     start = next(line for line in read_lines(data_of(outcome) / "runs.jsonl").lines if isinstance(line, StartLine))
     assert "give --jobs 3" in (start.gate_ignored or ("",))[0]
+
+
+NANO = """\
+schema: 1
+name: tiny
+title: The nano pair
+pair:
+  target: {path: checkpoints/gemma4-nano-it-4bit}
+  drafter: {path: checkpoints/gemma4-nano-it-assistant-4bit}
+checks:
+  - {kind: exactness_probe, id: probe, draws: [8], walk: false}
+  - kind: attribution
+    id: attribution
+    draws: [8]
+    walk: false
+    stages: [base, rowwise]
+    matrix:
+      large_d: {env: MLXCEL_SDPA_VECTOR_LARGE_D, values: [null, "0"]}
+  - {kind: decline, id: base, stage: base, expect_reason: layer 0, max_tokens: 8, prompts: [{text: "def f(x):"}]}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_the_nano_pair_gives_the_serial_record(tmp_path: Path, executor: str) -> None:
+    """Guards against bytes, hashes or outcomes of the real engine that depend on the job that ran a case."""
+    if executor == "ray":
+        pytest.importorskip("ray")
+    write_spec(tmp_path, NANO)
+    (tmp_path / "specs" / "checkpoints").symlink_to(ROOT / "specs" / "checkpoints")
+    options: dict[str, Any] = {"worker": WORKER_COMMAND, "job_timeout_s": 300}
+    one = run(tmp_path, 1, options)
+    two = run(tmp_path, 2, options | {"executor": executor})
+    assert one.exit_code == two.exit_code == 0
+    assert record_of(one) == record_of(two)
+    assert order_of(one) == order_of(two)
+    hashes = {case["classic_sha256"] for case in record_of(two)["cases"] if case["kind"] == "attribution"}
+    assert len(hashes) == 2
+    assert None not in hashes
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------

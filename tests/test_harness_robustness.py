@@ -199,6 +199,26 @@ def test_the_gpu_of_the_run_is_the_one_that_is_read(tmp_path: Path, monkeypatch:
         assert context._pinned == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
 
 
+def test_waiting_for_quiet_has_one_budget_and_a_quiet_minute_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a minute of waiting before each of forty kernel cases on a machine that is always busy."""
+    asked: list[float] = []
+    notes = iter(["busy", "busy", ""])
+
+    def wait(limit: float) -> gate.Quiet:
+        asked.append(limit)
+        return gate.Quiet(min(limit, 2.0), next(notes))
+
+    monkeypatch.setattr(gate, "wait_until_quiet", wait)
+    case = next(case for case in plan(load_spec(write_spec(tmp_path))) if case.kind == "throughput")
+    with RunContext(log_dir=tmp_path, command=worker(tmp_path), lock_dir=tmp_path, quiet_s=3.0) as context:
+        for _ in range(5):
+            with context.measuring(case):
+                pass
+    assert asked == [3.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_a_busy_cpu_is_noted_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: bool) -> None:
     """Guards against a figure that hides what else ran, and against `--require quiet` that requires nothing."""

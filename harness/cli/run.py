@@ -64,6 +64,8 @@ def run(
 
     if record is not None and not resume:
         raise UsageError("--record names what --resume finishes; give both, or neither")
+    if device is not None and ":" in device and (jobs > 1 or executor == "ray"):
+        raise UsageError(f"--device {device} is one GPU; for several jobs give --device cuda, and each gets its own")
     loaded = load_spec(spec)
     folder = Path(out) if out is not None else DEFAULT_OUT
     chosen = tuple(case.id for case in select(plan(loaded), only)) if only else ()
