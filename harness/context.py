@@ -26,7 +26,7 @@ from harness.grown import Grower
 from harness.locks import Place, measuring_lock, places
 from harness.meter import Meter
 from harness.needs import Needs
-from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child, ChildMemoryError
+from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child
 from harness.protocol import AnyEvent, LogEvent, Progress, RawLine, Setup
 from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine, GateLine
 from harness.record.telemetry import Telemetry
@@ -161,11 +161,7 @@ class RunContext:
             elif isinstance(event, Progress):
                 self.progress(case, event.done, event.total, event.note)
 
-        try:
-            return child.run(kind, case.id, args, timeout_s=self._timeout_s, on_event=receive).data
-        except ChildMemoryError:
-            child.kill()  # what it still holds would starve the next case
-            raise
+        return child.run(kind, case.id, args, timeout_s=self._timeout_s, on_event=receive).data
 
     # ---- skips and gates ----------------------------------------------------------------------------------------
 
@@ -257,7 +253,7 @@ class RunContext:
         folders = tuple(Path(folder) for folder in (target, drafter) if folder)  # none: the child loads no pair
         self._check_memory(case, folders, device)
         threads = self._threads or gate.default_threads(folders, device)
-        name = name_child(self._names, case, env, key)
+        name = self._name(case, env, key)
         self._notify(RunEvent("child", f"starting child {name}", case.id))
         log = self.log_dir / f"{_file_name(name)}.log"
         child = Child(name, env, log, command=self._command, on_event=self._hear, pinned=self._pinned)
@@ -272,6 +268,7 @@ class RunContext:
             ready = child.start(setup)
             line = ChildLine(
                 child=name,
+                started_for=case.id,
                 env_requested=dict(key[3]),  # a flag that a cell leaves unset is asked for by nobody
                 flags_effective=ready.flags_effective,
                 ready_s=round(child.ready_s, 3),
@@ -281,14 +278,24 @@ class RunContext:
                 target=ready.target,
                 drafter=ready.drafter,
                 peak_memory_bytes=ready.peak_memory_bytes,
-                started_for=case.id,
             )
             check_flags(name, env, ready.flags_requested, ready.flags_effective)
+        except BaseException:
+            child.kill()
+            raise
+        self._file_or_kill(line, child)
+        return child
+
+    def _name(self, case: Case, env: Mapping[str, str | None], key: ChildKey) -> str:
+        return name_child(self._names, case, env, key)
+
+    def _file_or_kill(self, line: AnyLine, child: Child) -> None:
+        """File a child's line; a run that is being stopped takes none, and then the child must not stay."""
+        try:
             self.emit(line)
         except BaseException:
             child.kill()
             raise
-        return child
 
     def _check_memory(self, case: Case, folders: tuple[Path, ...], device: str) -> None:
         """Make room by ending children that this case does not use; GateError where that is not enough."""

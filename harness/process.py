@@ -169,7 +169,7 @@ class Child:
         timeout_s: float = JOB_TIMEOUT_S,
         on_event: Callable[[AnyEvent], None] | None = None,
     ) -> Result:
-        """Run one job to its end; every other event goes to `on_event`. Raises RunError."""
+        """Run one job to its end; every other event goes to `on_event`. Raises RunError; out of memory ends the child."""
         self._jobs += 1
         job = Job.model_validate({"id": self._jobs, "kind": kind, "case": case, "args": dict(args or {})})
         self._send(job.model_dump_json())
@@ -179,6 +179,8 @@ class Child:
             if isinstance(event, Result):
                 return event
             if isinstance(event, Failure):
+                if event.kind == "memory":
+                    self.kill()  # what it still holds would starve the next job
                 self._raise(event)
             if on_event:
                 on_event(event)

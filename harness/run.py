@@ -187,8 +187,8 @@ def _start_line(
         started_utc=provenance.utc_now(),
         command=command,
         resumed=resumed,
-        cases=tuple(case.id for case in cases),
         gate_ignored=ignored,
+        cases=tuple(case.id for case in cases),
     )
 
 

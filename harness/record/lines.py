@@ -51,8 +51,8 @@ class StartLine(Line):
     started_utc: str
     command: str
     resumed: bool = False
-    cases: tuple[str, ...]  # every planned id, in order: what a partial record misses is computed from this
     gate_ignored: tuple[str, ...] | None = None  # with --no-gate: what the gate would have refused; None: it was on
+    cases: tuple[str, ...]  # every planned id, in order: what a partial record misses is computed from this
 
 
 class ChildLine(Line):
@@ -60,6 +60,7 @@ class ChildLine(Line):
 
     line: Literal["child"] = "child"
     child: str  # short name: the flag cell, e.g. "multirow:0+large_d:unset", or "default"
+    started_for: str | None = None  # the case that needed it first
     env_requested: dict[str, str | None]
     flags_effective: dict[str, str]
     ready_s: float
@@ -69,7 +70,6 @@ class ChildLine(Line):
     target: dict[str, Any] = Field(default_factory=dict)  # checkpoint name, fingerprint, bytes
     drafter: dict[str, Any] = Field(default_factory=dict)
     peak_memory_bytes: int | None = None
-    started_for: str | None = None  # the case that needed it first
 
 
 class DrawLine(Line):

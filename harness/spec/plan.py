@@ -61,7 +61,7 @@ def child_key(env: Mapping[str, str | None]) -> tuple[tuple[str, str], ...]:
 
 def is_timed(case: Case) -> bool:
     """Whether a case measures time, so that nothing may run beside it."""
-    return isinstance(case.check, m.Throughput | m.KernelThroughput)
+    return "bench" in case.marks
 
 
 def plan(loaded: LoadedSpec) -> tuple[Case, ...]:
