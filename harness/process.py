@@ -169,7 +169,7 @@ class Child:
         timeout_s: float = JOB_TIMEOUT_S,
         on_event: Callable[[AnyEvent], None] | None = None,
     ) -> Result:
-        """Run one job to its end; every other event goes to `on_event`. Raises RunError; out of memory ends the child."""
+        """Run one job to its end; every other event goes to `on_event`. RunError; out of memory ends the child."""
         self._jobs += 1
         job = Job.model_validate({"id": self._jobs, "kind": kind, "case": case, "args": dict(args or {})})
         self._send(job.model_dump_json())

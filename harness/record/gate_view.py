@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.record.lines import AnyLine, ArmLine, GateLine, StartLine
 from harness.record.table import plural
-from harness.record.telemetry import Telemetry, busy, throttled
+from harness.record.telemetry import Telemetry, busy, foreign_cores, throttled
 
 
 def gate_rows(starts: Sequence[StartLine], cases: Mapping[str, Sequence[AnyLine]]) -> dict[str, str]:
@@ -42,15 +42,15 @@ def _while_timing(readings: Sequence[Telemetry], arms: Sequence[ArmLine], gates:
             yield f"{low:g} {unit}" if low == high else f"{low:g} to {high:g} {unit}"
     if arms:
         held = [reason for arm in arms if (reason := throttled(arm.before, arm.after))]
-        other = [reason for arm in arms if (reason := busy(arm.before, arm.after))]
-        yield f"{len(held)} of {plural(len(arms), 'timed run')} throttled" + _worst(held)
-        yield f"{len(other)} beside other work" + _worst(other)
+        other = [foreign_cores(arm.before, arm.after) or 0.0 for arm in arms if busy(arm.before, arm.after)]
+        yield f"{len(held)} of {plural(len(arms), 'timed run')} throttled" + _commonest(held)
+        yield f"{len(other)} beside other work" + (f" (on up to {max(other):.1f} cores)" if other else "")
     notes = [gate.note for gate in gates if gate.note]
     if notes:
         yield f"at the start of {plural(len(notes), 'case')}: {notes[0]}"
 
 
-def _worst(reasons: Sequence[str]) -> str:
+def _commonest(reasons: Sequence[str]) -> str:
     """The commonest reason, in brackets."""
     if not reasons:
         return ""
