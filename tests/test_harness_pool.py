@@ -72,7 +72,7 @@ def order_of(outcome: RunOutcome) -> list[tuple[str, str]]:
     return [item for n, item in enumerate(found) if item[0] != "child" or item not in found[:n]]
 
 
-@pytest.mark.parametrize("script", [{}, {"moved_chain": "rowwise"}, {"how": "kill", "on": "parity"}])
+@pytest.mark.parametrize("script", [{"moved_chain": "rowwise"}, {"how": "kill", "on": "parity"}], ids=["fail", "error"])
 def test_the_record_is_the_serial_one(tmp_path: Path, script: dict[str, str]) -> None:
     """Guards against outcomes, order or names that depend on which job was first, also where cases fail."""
     write_spec(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from support_nvml import FakeGpu, fake_nvml
 from harness import gate
 from harness.context import RunContext
 from harness.locks import hold, places
+from harness.meter import Meter, process_cpu_s
 from harness.protocol import Failure
 from harness.record.lines import ArmLine, CaseLine, ChildLine, GateLine, StartLine
 from harness.record.report import check as check_record
@@ -47,11 +51,9 @@ def children(tmp_path: Path) -> list[int]:
     ("script", "words"),
     [
         ({"how": "kill"}, "SIGKILL (the system may have run out of memory)"),
-        ({"how": "segv"}, "SIGSEGV"),
         ({"fail": "memory", "message": "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB"}, "20.00 GiB"),
-        ({"fail": "internal"}, "no"),
     ],
-    ids=["killed", "crashed", "out of memory", "internal"],
+    ids=["killed", "out of memory"],
 )
 def test_a_lost_child_ends_the_run_with_3_and_the_record_resumes(
     tmp_path: Path, script: dict[str, str], words: str
@@ -164,6 +166,29 @@ def test_idle_children_make_room_and_the_case_s_own_stay(tmp_path: Path, monkeyp
         with pytest.raises(Exception, match="takes about"):
             context._check_memory(cases["probe"], (), "cpu")
         assert len(context._children) == 1
+
+
+def test_readings_count_the_run_s_own_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against our own child, which works on a whole core, as other work that spoils every arm."""
+    asked: list[set[int]] = []
+    read = Meter.read
+    monkeypatch.setattr(Meter, "read", lambda self, pids=(): (asked.append(set(pids)), read(self, pids))[1])
+    case = next(case for case in plan(load_spec(write_spec(tmp_path))) if case.kind == "throughput")
+    with RunContext(log_dir=tmp_path / "logs", command=worker(tmp_path), lock_dir=tmp_path) as context:
+        context.run(case)
+    (child,) = children(tmp_path)
+    assert {child} in asked
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        deadline = time.monotonic() + 20
+        while process_cpu_s(busy.pid) < 0.2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with Meter() as meter:
+            assert (meter.read([busy.pid]).own_cpu_s or 0) - (meter.read().own_cpu_s or 0) > 0.1
+    finally:
+        busy.kill()
+        busy.wait()
+    assert process_cpu_s(busy.pid) == 0.0
 
 
 # ---- what is filed around timed arms --------------------------------------------------------------------------------
