@@ -5,6 +5,7 @@ Run as a program: `python support_harness.py SCRIPT.json`; the script says what 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -296,7 +297,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             line({"line": "peer", "case": case, "peer": arm, "reason": reason, "version": "1.0", "note": "a script"})
         return {"ids": [1] * 60, "exact": True}
     elif kind == "machine":
-        return {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []}
+        return script.get("machine", {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []})
     return dict(script.get("data", {}))
 
 
@@ -305,6 +306,10 @@ def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with (Path(script["folder"]) / "starts.txt").open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {os.environ.get('MLXCEL_QMV_MULTIROW', 'unset')}\n")
+    with (Path(script["folder"]) / "pins.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}\n")
+    if "tied" in script:  # as the real worker, to the thread that started it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if "grandchild" in script:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (Path(script["folder"]) / "grandchild.txt").write_text(str(process.pid), encoding="ascii")
@@ -330,13 +335,16 @@ def main() -> None:
         job = json.loads(text)
         with (Path(script["folder"]) / "jobs.txt").open("a", encoding="utf-8") as file:
             file.write(f"{job['kind']} {job['case']}\n")
+        began = time.monotonic()
         time.sleep(script.get("slow", 0))
         if script.get("on") in (None, job["case"].partition("::")[2], job["kind"]):
             misbehave(script.get("how"))
             if "fail" in script:
-                emit(event="error", job=job["id"], kind=script["fail"], message="no")
+                emit(event="error", job=job["id"], kind=script["fail"], message=script.get("message", "no"))
                 continue
         data = answer(job, script)
+        with (Path(script["folder"]) / "spans.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{began} {time.monotonic()} {os.getpid()} {job['case']}\n")
         emit(event="result", job=job["id"], data=data)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from harness import coverage, disturbance, gate, stats
+from harness import coverage, disturbance, stats
 from harness.checks.base import (
     Judgement,
     acceptance_note,
@@ -26,6 +26,7 @@ from harness.checks.base import (
     prompt_inputs,
 )
 from harness.pairs import CLASSIC, NULL, Pair, judge_pairs, pairs_of
+from harness.record import telemetry
 from harness.record.lines import AnyLine, ArmLine, CheckLine, DecisionLine, FloorLine, Outcome, StepLine, Verdict
 from harness.record.speed import arm_figures, step_figures
 from harness.spec.model import Arm, Throughput
@@ -145,11 +146,11 @@ def _timed(
     """One timed generation with what the machine did meanwhile."""
     check = case.check
     assert isinstance(check, Throughput)
-    watched = check.discard.foreign_cores is not None
-    before = disturbance.cpu_reading(context.pids()) if watched else None
+    before = context.telemetry(case)
     data = _generate(case, context, check, prompt, arm)
-    after = disturbance.cpu_reading(context.pids()) if watched else None
-    found = disturbance.disturbances(check.discard, disturbance.foreign_cores(before, after))
+    after = context.telemetry(case)
+    foreign, held = telemetry.foreign_cores(before, after), telemetry.throttled(before, after)
+    found = disturbance.disturbances(check.discard, foreign, held)
     name = arm.name if arm is not None else NULL if slot == "arm" else CLASSIC
     fields = {key: data[key] for key in ("prompt_tokens", "tokens", "sha256", "distinct_tokens", "ttft_s", "decode_s")}
     fields |= {key: data[key] for key in ("accepted_per_round", "drafted_per_round", "verify_s", "draft_s")}
@@ -162,9 +163,11 @@ def _timed(
             "arm": name,
             "block_size": (arm.block_size if arm is not None else 1) or case.block_size,
             "prompt": prompt["name"],
-            "load1": gate.load1(),
+            "load1": after.load1,
             "process": block.process,
             "disturbed": found,
+            "before": before,
+            "after": after,
         }
     )
 

@@ -19,6 +19,7 @@ from harness.record.certified import Certified, certify, with_speed, withhold_ar
 from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
+from harness.record.gate_view import gate_rows
 from harness.record.host import device_label, host_rows
 from harness.record.kernels import kernel_figures
 from harness.record.ledger_rows import ledger_rows
@@ -36,6 +37,7 @@ from harness.record.lines import (
     DrawLine,
     EndLine,
     FloorLine,
+    GateLine,
     KernelLine,
     KernelShapeLine,
     Outcome,
@@ -74,6 +76,7 @@ CaseEvent = (
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
     | FloorLine
     | CheckLine
@@ -192,7 +195,7 @@ def build_record(
             for case in cases
             for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""), certified)
         ),
-        host=host_rows(env, tuple(run.children.values())),
+        host=host_rows(env, tuple(run.children.values())) | gate_rows(run.starts, run.cases),
         certificates=certified.figures,
         ledger=ledger_rows(tuple(run.children.values()), run.cases, spec),
         sources=dict(sources or {}),
@@ -311,7 +314,7 @@ def build_comparison(line: ComparisonLine) -> ComparisonFigures:
 
 def build_child(line: ChildLine) -> ChildRecord:
     """One child process."""
-    return ChildRecord(**line.model_dump(exclude={"line", "settings"}))
+    return ChildRecord(**line.model_dump(exclude={"line", "settings", "started_for"}))
 
 
 def overall_outcome(cases: Sequence[CaseRecord], not_run: Sequence[str]) -> Outcome:

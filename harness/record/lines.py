@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.record.telemetry import Telemetry
+
 SCHEMA_VERSION = 1
 
 Outcome = Literal["pass", "fail", "declined", "skipped", "unresolved", "error"]
@@ -49,6 +51,7 @@ class StartLine(Line):
     started_utc: str
     command: str
     resumed: bool = False
+    gate_ignored: tuple[str, ...] | None = None  # with --no-gate: what the gate would have refused; None: it was on
     cases: tuple[str, ...]  # every planned id, in order: what a partial record misses is computed from this
     certified: bool = False  # speed-ups of this run need a certificate; false in records from before there were any
 
@@ -87,6 +90,7 @@ class ChildLine(Line):
 
     line: Literal["child"] = "child"
     child: str  # short name: the flag cell, e.g. "multirow:0+large_d:unset", or "default"
+    started_for: str | None = None  # the case that needed it first
     env_requested: dict[str, str | None]
     flags_effective: dict[str, str]
     ready_s: float
@@ -221,6 +225,20 @@ class ArmLine(Line):
     load1: float | None = None
     process: int | None = None  # which fresh process of the case; None in records older than this field
     disturbed: tuple[Disturbance, ...] = ()
+    before: Telemetry | None = None
+    after: Telemetry | None = None
+
+
+class GateLine(Line):
+    """The machine around a timed case, or what `--no-gate` let pass when a pair was loaded."""
+
+    line: Literal["gate"] = "gate"
+    case: str
+    when: Literal["load", "before", "after"]
+    waited_s: float = 0.0  # for a quiet CPU
+    note: str = ""  # what else ran when the case began; empty: nothing that matters
+    ignored: tuple[str, ...] = ()
+    telemetry: Telemetry | None = None
 
 
 class StepLine(Line):
@@ -358,6 +376,7 @@ AnyLine = Annotated[
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
     | FloorLine
     | CheckLine
