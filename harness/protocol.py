@@ -21,6 +21,7 @@ JobKind = Literal[
     "generate",
     "steps",
     "decline",
+    "rollback",
     "try",
 ]
 FailureKind = Literal["input", "memory", "internal"]

@@ -12,6 +12,7 @@ from harness.checks import (
     geometry,
     greedy_parity,
     kernel_throughput,
+    rollback,
     row_identity,
     throughput,
 )
@@ -49,6 +50,7 @@ KINDS: dict[str, CheckKind] = {
         CheckKind("throughput", throughput.measure, throughput.judge, 60),
         CheckKind("kernel_throughput", kernel_throughput.measure, kernel_throughput.judge, 10),
         CheckKind("decline", decline.measure, decline.judge, 5),
+        CheckKind("rollback", rollback.measure, rollback.judge, 15),
     )
 }
 

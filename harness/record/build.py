@@ -29,6 +29,7 @@ from harness.record.lines import (
     KernelShapeLine,
     Outcome,
     PeerLine,
+    RollbackLine,
     StartLine,
     StepLine,
     Verdict,
@@ -41,6 +42,7 @@ from harness.record.model import (
     DrawFigures,
     Record,
 )
+from harness.record.rollback import rollback_figures
 from harness.record.spec_view import CaseName, SpecView
 from harness.record.speed import (
     NOT_JUDGED,
@@ -59,6 +61,7 @@ CaseEvent = (
     | ArmLine
     | StepLine
     | CheckLine
+    | RollbackLine
     | KernelShapeLine
     | PeerLine
     | KernelLine
@@ -227,6 +230,7 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         arms=arms,
         steps=step_figures(step_lines, arms, withhold),
         kernel=kernel,
+        rollback=rollback_figures([event for event in events if isinstance(event, RollbackLine)]),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
     )

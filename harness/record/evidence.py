@@ -99,6 +99,19 @@ def _decline(case: CaseRecord) -> Iterator[str]:
             yield f"outcome {case.outcome}, but {check.name} does not hold"
 
 
+def _rollback(case: CaseRecord) -> Iterator[str]:
+    if case.outcome != "pass":
+        return
+    if not case.rollback:
+        yield "outcome pass, but no round was scripted"
+    for one in case.rollback:
+        where = f"block size {one.block_size}"
+        if one.differing_bytes or one.first_difference:
+            yield f"outcome pass, but at {where} {one.first_difference or f'{one.differing_bytes} bytes'} differs"
+        if one.covered != one.reachable:
+            yield f"outcome pass, but at {where} {one.covered} of {one.reachable} cells were visited"
+
+
 def _kernel(case: CaseRecord) -> Iterator[str]:
     if case.outcome not in MEASURED:
         return
@@ -130,6 +143,7 @@ OUTCOME_RULES = {
     "row_identity": _statements,
     "kernel_throughput": _kernel,
     "decline": _decline,
+    "rollback": _rollback,
 }
 
 

@@ -17,6 +17,7 @@ from harness.worker import (
     machine,
     parity,
     probe,
+    rollback,
     row_identity,
     steps,
     trial,
@@ -36,6 +37,7 @@ RUNNERS: dict[str, Runner] = {
     "generate": generate.run,
     "steps": steps.run,
     "decline": decline.run,
+    "rollback": rollback.run,
     "try": trial.run,
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.record.model import Record
-from harness.record.sections import context, exactness, kernels, result, speed, summary
+from harness.record.sections import context, exactness, kernels, result, rollback, speed, summary
 
 Section = Callable[[Record, str], str]
 
@@ -32,6 +32,7 @@ SECTIONS: dict[str, Section] = {
     "probe": exactness.probe,
     "attribution": exactness.attribution,
     "parity": exactness.parity,
+    "rollback": rollback.rollback,
     "checks": exactness.other_checks,
     "host": context.host,
     "reproduce": context.reproduce,
