@@ -149,7 +149,7 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
         return Judgement("declined", declined.log_line)
     problem = counters_problem(arms)
     if problem:
-        return Judgement("fail", problem)
+        return Judgement("error", problem)
     verdicts: list[Verdict] = []
     reasons: list[str] = []
     for arm in check.arms:
