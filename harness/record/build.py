@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.record.agreement import run_problems
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
 from harness.record.host import device_label, host_rows
@@ -130,6 +131,7 @@ def build_record(
     complete = run.end is not None and not run.end.interrupted and not not_run and all(c.finished for c in cases)
     date = start.started_utc[:10] if start else ""
     device = device_label(env, tuple(run.children.values()))
+    known_failures = {case.check for case in cases if spec.known_failure(case.check) is not None}
     finding = state_finding(
         subject=spec.title,
         device=device,
@@ -138,7 +140,7 @@ def build_record(
         not_run=not_run,
         complete=complete,
         tokens_identical=identical,
-        known_failures={case.check for case in cases if spec.known_failure(case.check) is not None},
+        known_failures=known_failures,
     )
     return Record(
         title=finding.title,
@@ -163,10 +165,13 @@ def build_record(
         cases=cases,
         not_run=not_run,
         children=tuple(build_child(line) for line in run.children.values()),
-        contradictions=tuple(
-            problem
-            for case in cases
-            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""))
+        contradictions=(
+            *run_problems(run.starts, run.end, cases, known_failures),
+            *(
+                problem
+                for case in cases
+                for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""))
+            ),
         ),
         host=host_rows(env, tuple(run.children.values())),
         sources=dict(sources or {}),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.flags import FlagError, read_flags
 from harness import stats
+from harness.record.agreement import agreement_problems
 from harness.record.lines import AnyLine, ArmLine, ChildLine, ComparisonLine
 from harness.record.model import CaseRecord
 
@@ -21,6 +22,7 @@ def contradictions_of(case: CaseRecord, events: Sequence[AnyLine], child: ChildL
     if case.finished:
         problems += OUTCOME_RULES.get(case.kind, _no_rule)(case)
     problems += _counters(events)
+    problems += agreement_problems(events)
     if child is not None and case.outcome in MEASURED:
         problems += _flags(child)
     return [f"{case.name}: {problem}" for problem in problems]
