@@ -234,3 +234,15 @@ def test_what_raw_lines_say_twice_must_agree(name: str) -> None:
     assert support.record_of(sound).contradictions == ()
     found = support.record_of(support.change(sound, pick, **update)).contradictions
     assert any(words in problem for problem in found), found
+
+
+def test_a_scripted_token_that_differs_withholds_every_speed() -> None:
+    """Guards a headline beside a rollback that changed the text: one differing token anywhere is enough."""
+    pair, scripted = support.run_lines(), rollback_run()
+    wrong = next(line for line in scripted if isinstance(line, RollbackLine)).model_copy(update={"identical": False})
+    sound = support.record_of([*pair[:-1], *scripted[2:-1], pair[-1]])
+    assert sound.tokens_identical is True
+    record = support.record_of([*pair[:-1], wrong, pair[-1]])
+    assert record.tokens_identical is False
+    assert all(arm.speedup is None for case in record.cases for arm in case.arms)
+    assert "differs" in record.title

@@ -27,5 +27,6 @@ def counters(files: tuple[str, ...], as_json: bool) -> int:
         for one, violation in broken:
             click.echo(f"violated: {one.source}: {violation}")
         sources = f"{len(found)} source{'' if len(found) == 1 else 's'}"
-        click.echo(f"{sources}: {len(broken)} identities violated" if broken else f"{sources}: every identity holds")
+        found_broken = "1 identity" if len(broken) == 1 else f"{len(broken)} identities"
+        click.echo(f"{sources}: {found_broken} violated" if broken else f"{sources}: every identity holds")
     return 1 if broken else 0

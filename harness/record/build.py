@@ -185,6 +185,7 @@ def tokens_identical(run: Grouped, spec: SpecView) -> bool | None:
         if spec.setting(CaseName.parse(case_id).check, "kind", "") == "throughput":
             seen += [e.passed for e in events if isinstance(e, CheckLine)]  # outputs compared before timing
         seen += [e.identical and e.text_identical for e in events if isinstance(e, ComparisonLine)]
+        seen += [False for e in events if isinstance(e, RollbackLine) and not e.identical]
         arms = [e for e in events if isinstance(e, ArmLine)]
         seen += [len(hashes) == 1 for hashes in outputs_by_prompt(arms).values()]
     return all(seen) if seen else None

@@ -7,7 +7,7 @@ from collections import Counter
 from harness.record.model import ArmFigures, Record
 from harness.record.sections.common import acceptance_at, data_link, hash10, outcome_words, outputs_of, skipped_cases
 from harness.record.sections.kernels import kernel_cases, summary_lines
-from harness.record.table import cell, code, factor, percent, percent_range, plural, share
+from harness.record.table import cell, code, count, factor, percent, percent_range, plural, share
 
 REQUESTS = "greedy, one sequence at a time"
 
@@ -118,6 +118,9 @@ def _exactness(record: Record) -> str:
         parts.append(
             f"attribution over {plural(len(cells), 'cell')}: {', '.join(f'{n} {w}' for w, n in words.items())}"
         )
+    for figures in (figures for case in record.of_kind("rollback") for figures in case.rollback):
+        visited = f"{count(figures.covered)} of {count(figures.reachable)} reachable cells"
+        parts.append(f"rollback at block size {figures.block_size}: {visited}, {figures.differing_bytes} bytes differ")
     return "; ".join(parts)
 
 
