@@ -69,6 +69,7 @@ checks:
     block_sizes: [2, 4]
   - {kind: throughput, id: decode, arms: [{name: mtp}], repeats: 3, max_tokens: 8, ignore_stop: true}
   - {kind: decline, id: decline, stage: base, expect_reason: differs, max_tokens: 8, draws: [8, 40]}
+  - {kind: rollback, id: rollback, block_sizes: [2]}
 """
 
 
@@ -109,6 +110,7 @@ def test_every_kind_runs_on_a_real_pair(whole: tuple[Path, RunOutcome]) -> None:
         "attribution[stage:rowwise+large_d:0]": "pass",
         "parity": "pass",
         "decline": "declined",
+        "rollback": "pass",
     }, reasons
     assert outcome.exit_code == 0
     assert not check_record(outcome.page)

@@ -385,6 +385,18 @@ class Decline(Generating):
     """Prompt lengths of the probe's draws."""
 
 
+class Rollback(CheckBase):
+    """Scripted rounds around the window and the ring's edge."""
+
+    claim: ClassVar[str] = "after every rollback around a ring's edge the caches hold classic's own bytes"
+    kind: Literal["rollback"]
+    """`rollback`: after every rollback around a ring's edge the caches hold classic's own bytes."""
+    stage: Stage = "rowwise"
+    """Dispatch stage of the verify forward."""
+    block_sizes: Annotated[tuple[MtpBlockSize, ...], Field(min_length=1)] | None = None
+    """Block sizes, each with cells of its own; default: the pair's."""
+
+
 CheckKind = (
     Geometry
     | RowIdentity
@@ -395,6 +407,7 @@ CheckKind = (
     | KernelThroughput
     | PeerDecode
     | Decline
+    | Rollback
 )
 Check = Annotated[CheckKind, Field(discriminator="kind")]
 CHECK_MODELS: dict[str, type[CheckBase]] = {
