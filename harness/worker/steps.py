@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.cache import MARGIN
 from engine.drafts import DraftedBlock
 from engine.prefill import run_prefill
 from harness.record.lines import StepLine
@@ -17,7 +18,7 @@ from harness.worker.bench import DEFAULT_STAGE, Bench, Output, PromptInput
 from harness.worker.floor import floor_line, stream_seconds
 
 WARMUP = 3
-CHAINED = 6  # classic steps of one sample where they run ahead; a ring can be rolled back by 7 rows
+CHAINED = 6  # classic steps of one sample where they run ahead; within the rows that can be dropped again
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
@@ -48,11 +49,12 @@ def continued(bench: Bench, prompt: PromptInput, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One thing to time: its name and size in the record, the call, rows it leaves, steps in it, what to take off."""
+    """One thing to time: its name and size in the record, the call over caches, rows it leaves there, steps in it, and
+    what is taken off its time."""
 
     step: str
     rows: int
-    call: Callable[[], object]
+    call: Callable[[Any], object]
     leaves: int = 0
     steps: int = 1
     less: tuple[str, int] | None = None
@@ -67,31 +69,27 @@ def _plans(pair: Any, caches: Any, token: int, hidden: Any, block_sizes: Sequenc
     target, drafter = pair.target, pair.drafter
     recorded = getattr(caches, "room", None) is not None
     if recorded:
-        yield _Plan("classic", 1, lambda: list(target.chain(token, caches, CHAINED)), CHAINED, CHAINED)
+        yield _Plan("classic", 1, lambda here: list(target.chain(token, here, CHAINED)), CHAINED, CHAINED)
     else:
-        yield _Plan("classic", 1, lambda: target.step([token], caches, "classic"), 1)
-    yield _Plan("classic_unpadded", 1, lambda: target.unpadded_step(token, caches), 1)
-    shared = target.shared_kv(caches) if drafter is not None else None
+        yield _Plan("classic", 1, lambda here: target.step([token], here, "classic"), 1)
+    yield _Plan("classic_unpadded", 1, lambda here: target.unpadded_step(token, here), 1)
 
-    def draft(count: int) -> Any:
-        return drafter.draft(token, hidden, shared, count)
-
-    def verify(size: int) -> None:
+    def verify(size: int, here: Any) -> None:
         block: Sequence[int] = [token] * size
         if recorded and drafter is not None and size > 1:
-            block = DraftedBlock(draft(size - 1))
-        target.step(block, caches, "verify")
+            block = DraftedBlock(drafter.draft(token, hidden, target.shared_kv(here), size - 1))
+        target.step(block, here, "verify")
 
     for size in block_sizes:
         behind = ("draft_round", size - 1) if recorded and drafter is not None and size > 1 else None
         yield _Plan("verify", size, partial(verify, size), size, less=behind)
+    shared = target.shared_kv(caches) if drafter is not None else None
+
+    def draft(count: int, here: Any) -> None:
+        list(drafter.draft(token, hidden, shared, count))  # a look at them, so that their time is whole
+
     for count in range(1, max(block_sizes)) if drafter is not None else ():
-        yield _Plan("draft_round", count, partial(_looked_at, draft, count))
-
-
-def _looked_at(draft: Callable[[int], Any], count: int) -> list[int]:
-    """A round's drafts on the host, so that their time is whole."""
-    return list(draft(count))
+        yield _Plan("draft_round", count, partial(draft, count))
 
 
 def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: Output) -> None:
@@ -106,8 +104,11 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
         if sample % 8 == 0:
             out.progress(sample, total, "steps")
         for plan in plans:
-            elapsed = _timed(plan.call, bench.device) / plan.steps
-            caches.rollback(plan.leaves)
+            # Past the window no more than 7 rows can be dropped again, so a larger block gets a copy.
+            here = caches if plan.leaves <= MARGIN else caches.clone()
+            elapsed = _timed(partial(plan.call, here), bench.device) / plan.steps
+            if here is caches:
+                caches.rollback(plan.leaves)
             if sample >= WARMUP:
                 seconds[plan.step, plan.rows].append(elapsed)
     for plan in plans:
