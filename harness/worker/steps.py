@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.cache import MARGIN
-from engine.drafts import DraftedBlock
+from engine.drafts import DraftedBlock, Drafts
 from engine.prefill import run_prefill
 from harness.record.lines import StepLine
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output, PromptInput
@@ -63,8 +63,8 @@ class _Plan:
 def _plans(pair: Any, caches: Any, token: int, hidden: Any, block_sizes: Sequence[int]) -> Iterator[_Plan]:
     """What is timed at one context.
 
-    Recorded steps are timed as decoding runs them: classic as a chain, whose next step is launched before the host has
-    seen a token; a verify step behind its drafts, whose time alone is taken off.
+    Recorded steps are timed as decoding runs them, where the next step or round is launched before the host has looked:
+    classic as a chain, drafts by the device's own time, a verify step behind its drafts, whose time alone is taken off.
     """
     target, drafter = pair.target, pair.drafter
     recorded = getattr(caches, "room", None) is not None
@@ -85,8 +85,10 @@ def _plans(pair: Any, caches: Any, token: int, hidden: Any, block_sizes: Sequenc
         yield _Plan("verify", size, partial(verify, size), size, less=behind)
     shared = target.shared_kv(caches) if drafter is not None else None
 
-    def draft(count: int, here: Any) -> None:
-        list(drafter.draft(token, hidden, shared, count))  # a look at them, so that their time is whole
+    def draft(count: int, here: Any) -> float | None:
+        drafts = drafter.draft(token, hidden, shared, count)
+        list(drafts)  # a look at them, so that their time is whole
+        return drafts.seconds if isinstance(drafts, Drafts) else None
 
     for count in range(1, max(block_sizes)) if drafter is not None else ():
         yield _Plan("draft_round", count, partial(draft, count))
@@ -99,6 +101,7 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
     prefilled = run_prefill(pair.target, context, None, bench.prefill_chunk, caches)
     plans = list(_plans(pair, caches, prefilled.first_token, prefilled.hidden, args["block_sizes"]))
     seconds: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
+    whole: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
     total = args["samples"] + WARMUP
     for sample in range(total):
         if sample % 8 == 0:
@@ -106,15 +109,16 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
         for plan in plans:
             # Past the window no more than 7 rows can be dropped again, so a larger block gets a copy.
             here = caches if plan.leaves <= MARGIN else caches.clone()
-            elapsed = _timed(partial(plan.call, here), bench.device) / plan.steps
+            elapsed, own = _timed(partial(plan.call, here), bench.device)
             if here is caches:
                 caches.rollback(plan.leaves)
             if sample >= WARMUP:
-                seconds[plan.step, plan.rows].append(elapsed)
+                whole[plan.step, plan.rows].append(elapsed / plan.steps)
+                seconds[plan.step, plan.rows].append(own if isinstance(own, float) else elapsed / plan.steps)
     for plan in plans:
         times = seconds[plan.step, plan.rows]
         if plan.less is not None:
-            times = [max(whole - part, 0.0) for whole, part in zip(times, seconds[plan.less], strict=True)]
+            times = [max(both - part, 0.0) for both, part in zip(times, whole[plan.less], strict=True)]
         line = {
             "case": out.case,
             "step": plan.step,
@@ -125,10 +129,10 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
         out.line(StepLine.model_validate(line))
 
 
-def _timed(step: Callable[[], object], device: str) -> float:
-    """Seconds of one call, the device's work included."""
+def _timed(step: Callable[[], object], device: str) -> tuple[float, object]:
+    """Seconds of one call, the device's work included, and what it returned."""
     began = time.perf_counter()
-    step()
+    returned = step()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, returned
