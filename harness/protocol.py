@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.record.lines import Setting
+
 JobKind = Literal[
     "machine",
     "geometry",
@@ -66,6 +68,7 @@ class Ready(Message):
     load_s: float = 0.0
     load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase: device, open, read, prepare, ...
     peak_memory_bytes: int | None = None
+    settings: tuple[Setting, ...] = ()
 
 
 class LogEvent(Message):

@@ -5,6 +5,7 @@ Run as a program: `python support_harness.py SCRIPT.json`; the script says what 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -182,6 +183,52 @@ def check(case: str, name: str, passed: bool = True) -> dict[str, Any]:
     return {"line": "check", "case": case, "name": name, "passed": passed, "expected": "x", "found": "x"}
 
 
+IDENTITY = {
+    "target": "1" * 64,
+    "drafter": "2" * 64,
+    "source": "3" * 64,
+    "torch": "0",
+    "triton": "0",
+    "driver": "none",
+    "device": "A CPU",
+    "compute_capability": "AVX2",
+    "threads": 1,
+    "backend": "reference",
+    "dtype": "bfloat16",
+    "geometry": "hidden 8",
+    "window": 16,
+}
+
+
+def path(case: str, args: dict[str, Any], size: int, flags: dict[str, str], **changes: Any) -> dict[str, Any]:
+    """What a probe, or an arm, says that it computes with."""
+    linear = "multirow" if flags.get("MLXCEL_QMV_MULTIROW") == "1" else "per_row"
+    return {
+        "line": "path",
+        "case": case,
+        "arm": args.get("arm"),
+        "stage": args.get("stage", "rowwise"),
+        "block_size": size,
+        "identity": IDENTITY,
+        "flags": flags,
+        "path": {"verify linear": linear},
+        "longest_prompt": 3,
+        "fingerprint": f"{linear}-{size}",
+        **changes,
+    }
+
+
+def certificate(case: str, size: int, flags: dict[str, str], chain: str, **changes: Any) -> dict[str, Any]:
+    """What a passed start-up probe leaves."""
+    from harness import certificate as made
+    from harness.record.lines import Identity, ProbeInput
+
+    inputs = [ProbeInput(name="walk of 128 from 160 tokens", prompt_tokens=160, rows=128, total_bytes=512)]
+    stage, size_stated = changes.pop("stage", "rowwise"), changes.pop("width", size)
+    identity = Identity.model_validate({**IDENTITY, **changes})
+    return made.make(case, identity, flags, stage, size_stated, inputs, chain).model_dump(mode="json")
+
+
 def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
     """Raw lines and data for one job."""
     case, args, kind = job["case"], job["args"], job["kind"]
@@ -189,6 +236,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
     def line(content: dict[str, Any]) -> None:
         emit(event="line", job=job["id"], line=content)
 
+    flags = script["flags"]
     chain = "c" * 64
     if kind == "probe":
         passed = args["stage"] == "rowwise" or "exact" in script
@@ -197,6 +245,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
         for _ in args["draws"]:
             line(draw(case, passed))
         line(decision(case, passed, chain))
+        line(path(case, args, 4, flags, **script.get("path", {})))
         if args.get("ops"):
             return {"differing_ops": [] if passed else ["attention", "rope"]}
     elif kind == "parity":
@@ -212,6 +261,9 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
     elif kind == "generate":
         if args["mode"] == "decide":
             line(decision(case, True, chain))
+            line(path(case, args, args["block_size"], flags, **script.get("path", {})))
+            if "uncertified" not in script:
+                line(certificate(case, args["block_size"], flags, chain, **script.get("certificate", {})))
             return {"engaged": True, "reason": "exact"}
         mtp = args["mode"] == "mtp"
         return {
@@ -245,7 +297,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             line({"line": "peer", "case": case, "peer": arm, "reason": reason, "version": "1.0", "note": "a script"})
         return {"ids": [1] * 60, "exact": True}
     elif kind == "machine":
-        return {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []}
+        return script.get("machine", {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []})
     return dict(script.get("data", {}))
 
 
@@ -254,6 +306,10 @@ def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with (Path(script["folder"]) / "starts.txt").open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {os.environ.get('MLXCEL_QMV_MULTIROW', 'unset')}\n")
+    with (Path(script["folder"]) / "pins.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}\n")
+    if "tied" in script:  # as the real worker, to the thread that started it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if "grandchild" in script:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (Path(script["folder"]) / "grandchild.txt").write_text(str(process.pid), encoding="ascii")
@@ -266,24 +322,29 @@ def main() -> None:
     from engine.flags import read_flags
 
     reading = read_flags({} if "deaf" in script else None)
+    script["flags"] = reading.effective
     emit(
         event="ready",
         flags_requested=reading.requested,
         flags_effective=reading.effective,
         versions={"torch": "0"},
+        settings=script.get("settings", []),
         target={"name": "target"},
     )
     for text in sys.stdin:
         job = json.loads(text)
         with (Path(script["folder"]) / "jobs.txt").open("a", encoding="utf-8") as file:
             file.write(f"{job['kind']} {job['case']}\n")
+        began = time.monotonic()
         time.sleep(script.get("slow", 0))
         if script.get("on") in (None, job["case"].partition("::")[2], job["kind"]):
             misbehave(script.get("how"))
             if "fail" in script:
-                emit(event="error", job=job["id"], kind=script["fail"], message="no")
+                emit(event="error", job=job["id"], kind=script["fail"], message=script.get("message", "no"))
                 continue
         data = answer(job, script)
+        with (Path(script["folder"]) / "spans.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{began} {time.monotonic()} {os.getpid()} {job['case']}\n")
         emit(event="result", job=job["id"], data=data)
 
 

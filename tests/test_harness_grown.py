@@ -23,6 +23,7 @@ from harness import grown, provenance
 from harness.context import RunContext
 from harness.errors import GateError, RunError
 from harness.grown import Grower
+from harness.needs import Needs
 from harness.record.model import Record
 from harness.record.sections.context import host, not_covered
 from harness.record.sections.summary import summary
@@ -83,7 +84,7 @@ def context(tmp_path: Path, machine: dict[str, Any] = GPU, **options: Any) -> Ru
         job_timeout_s=20,
         **{"device": "cuda", "grower": tool(tmp_path), **options},
     )
-    made._machine = machine
+    made._needs._machine = machine
     return made
 
 
@@ -301,7 +302,7 @@ def test_a_real_checkpoint_gets_no_grown_mate(tmp_path: Path) -> None:
 def test_env_names_the_grown_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair is there before env.json is written, so a resume finds the same files; its name says what it is."""
     loaded = load_spec(write_spec(tmp_path, GROWING))
-    monkeypatch.setattr(RunContext, "machine", lambda _: GPU)
+    monkeypatch.setattr(Needs, "machine", lambda _: GPU)
     monkeypatch.setattr("harness.context.Grower", lambda: tool(tmp_path))
     options = RunOptions(device="cuda", out=tmp_path / "out", lock_dir=tmp_path, worker=worker(tmp_path), command="x")
     run_spec(loaded, options)

@@ -25,6 +25,7 @@ from harness.context import RunContext
 from harness.errors import SpecError
 from harness.protocol import Setup
 from harness.record.build import build_case, build_record
+from harness.record.certified import certify
 from harness.record.lines import LINE_ADAPTER, AnyLine, PeerLine
 from harness.record.sections.context import not_covered
 from harness.record.sections.engines import engines
@@ -126,7 +127,7 @@ def test_the_page_has_each_engine_and_no_time_of_inexact_rows(case: Case) -> Non
     """Guards the page: every figure from the lines, and none where our own rows differ."""
     view = SpecView.parse(SPEC_TEXT + CHECK)
     events: Any = lines_for(case, transformers="is not installed")
-    built = build_case(case.id, events, view, withhold=False)
+    built = build_case(case.id, events, view, withhold=False, certified=certify((), {}))
     assert [(f.arm, f.ms_per_token, f.speedup, f.rows_equal) for f in built.decode[:2]] == [
         ("ours", 10.0, None, 4),
         ("mlx_lm", 40.0, 4.0, 0),
@@ -141,8 +142,8 @@ def test_the_page_has_each_engine_and_no_time_of_inexact_rows(case: Case) -> Non
     assert "| mlx_lm | 8 | 40.00 | 40.00 | 40.00 | 10 | 4.00x | 80.00 | 2.00 | 0 of 4 | 4 of 4 | 15 of 15 |" in page
     assert "- transformers: not measured, is not installed." in page
     for wrong in (
-        build_case(case.id, tuple(lines_for(case, equal=2)), view, withhold=False),  # type: ignore[arg-type]
-        build_case(case.id, tuple(lines_for(case)), view, withhold=True),  # type: ignore[arg-type]
+        build_case(case.id, tuple(lines_for(case, equal=2)), view, withhold=False, certified=certify((), {})),  # type: ignore[arg-type]
+        build_case(case.id, tuple(lines_for(case)), view, withhold=True, certified=certify((), {})),  # type: ignore[arg-type]
     ):
         assert all(f.ms_per_token is None and f.speedup is None for f in wrong.decode)
 

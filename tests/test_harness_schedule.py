@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from harness import disturbance, pairs, stats
 from harness.checks.registry import get
 from harness.checks.throughput import schedule, slots
 from harness.context import RunContext
-from harness.disturbance import CpuReading
 from harness.errors import SpecError, UsageError
 from harness.record.build import build_record
 from harness.record.lines import AnyLine, ArmLine, CaseLine, CheckLine, ChildLine, Disturbance
 from harness.record.report import check as check_record
 from harness.record.sections.speed import throughput as throughput_section
 from harness.record.store import read_lines
+from harness.record.telemetry import Telemetry
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import Case, load_spec, plan
 from harness.spec.model import Discard, Throughput
@@ -264,30 +263,6 @@ def test_the_page_names_discards_processes_and_the_spec(tmp_path: Path) -> None:
 # ---- telemetry ------------------------------------------------------------------------------------------------------
 
 
-def fake_proc(folder: Path, busy: int, own: int) -> Path:
-    """A /proc of one CPU line and this process."""
-    (folder / str(os.getpid())).mkdir(parents=True, exist_ok=True)
-    (folder / "stat").write_text(f"cpu  {busy} 0 0 900 5 0 0 0 0 0\ncpu0 1 2 3\n", encoding="ascii")
-    fields = " ".join(["S", *["0"] * 10, str(own), "0", *["0"] * 30])
-    (folder / str(os.getpid()) / "stat").write_text(f"1 (a (b) c) {fields}\n", encoding="ascii")
-    return folder
-
-
-def test_foreign_load_leaves_our_own_out(tmp_path: Path) -> None:
-    """Guards against discarding a pair because the arm itself was busy, which would choose by the arm."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    before = disturbance.cpu_reading((), fake_proc(tmp_path, 0, 0))
-    after = disturbance.cpu_reading((), fake_proc(tmp_path, 30 * ticks, 20 * ticks))
-    assert before is not None
-    assert after is not None
-    assert (after.busy_s, after.own_s) == (30.0, 20.0)
-    later = CpuReading(before.at_s + 20.0, after.busy_s, after.own_s)
-    assert disturbance.foreign_cores(before, later) == pytest.approx(0.5)
-    assert disturbance.cpu_reading((), tmp_path / "nowhere") is None
-    assert disturbance.foreign_cores(None, later) is None
-    assert disturbance.foreign_cores(before, before) is None
-
-
 def test_only_what_the_spec_names_counts() -> None:
     """Guards against a cause that the spec switched off, and one that is ignored although it asks for it."""
     (found,) = disturbance.disturbances(Discard(foreign_cores=0.4), 0.5)
@@ -295,17 +270,19 @@ def test_only_what_the_spec_names_counts() -> None:
     assert disturbance.disturbances(Discard(foreign_cores=0.6), 0.5) == ()
     assert disturbance.disturbances(Discard(foreign_cores=0.6), None) == ()
     assert disturbance.disturbances(Discard(), 9.0) == ()
-    assert disturbance.disturbances(Discard(), None, "thermal")[0].cause == "throttled"
+    (held,) = disturbance.disturbances(Discard(), None, "throttled: heat 40 ms")
+    assert (held.cause, held.detail) == ("throttled", "heat 40 ms")
     assert disturbance.disturbances(Discard(throttled=False), None, "thermal") == ()
 
 
 def test_foreign_load_reaches_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a rule in the spec that nothing applies: every run of a busy machine carries its cause."""
-    readings = iter(CpuReading(float(n), 5.0 * n, 0.0) for n in range(1000))
-    monkeypatch.setattr(disturbance, "cpu_reading", lambda pids: next(readings))
+    readings = (Telemetry(at_s=n, cores=8, cpu_busy_s=5.0 * n, own_cpu_s=0.0) for n in range(1000))
+    monkeypatch.setattr(RunContext, "telemetry", lambda self, case: next(readings))
     case = decode_case(tmp_path, DECODE.replace("repeats: 3", "repeats: 3, discard: {foreign_cores: 1}"))
     result, lines = measure(tmp_path, case)
     assert {line.disturbed[0].cause for line in timed(lines)} == {"foreign_load"}
+    assert all(line.before and line.after and line.after.at_s == line.before.at_s + 1 for line in timed(lines))
     assert (result.outcome, result.verdict) == ("unresolved", "unresolved")
     assert "3 of 3 pairs discarded (foreign load 3)" in result.reason
 

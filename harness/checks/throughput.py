@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from harness import disturbance, gate, stats
+from harness import coverage, disturbance, stats
 from harness.checks.base import (
     Judgement,
     acceptance_note,
@@ -26,6 +26,7 @@ from harness.checks.base import (
     prompt_inputs,
 )
 from harness.pairs import CLASSIC, NULL, Pair, judge_pairs, pairs_of
+from harness.record import telemetry
 from harness.record.lines import AnyLine, ArmLine, CheckLine, DecisionLine, FloorLine, Outcome, StepLine, Verdict
 from harness.record.speed import arm_figures, step_figures
 from harness.spec.model import Arm, Throughput
@@ -84,7 +85,7 @@ def measure(case: Case, context: RunContext) -> None:
     with context.measuring(case):
         if check.processes > 1:
             context.renew(case, flags)
-        if not _engaged(case, context, check):
+        if not _may_time(case, context, check, prompts):
             return
         done = len(prompts) * (1 + len(check.arms))
         total = done + sum(len(slots(check, block.null)) for block in blocks)
@@ -96,7 +97,7 @@ def measure(case: Case, context: RunContext) -> None:
             if block.process != process:
                 process = block.process
                 context.renew(case, flags)
-                if not _engaged(case, context, check):
+                if not _may_time(case, context, check, prompts):
                     return
                 _warm_up(case, context, check, prompts, max(check.warmup, 1))
             for slot, timed in slots(check, block.null):
@@ -115,13 +116,13 @@ def measure(case: Case, context: RunContext) -> None:
         )
 
 
-def _engaged(case: Case, context: RunContext, check: Throughput) -> bool:
-    """Whether every arm's process engages MTP; each process decides for itself."""
-    answers = (
-        context.job(case, "generate", env=arm.env, mode="decide", block_size=arm.block_size)["engaged"]
-        for arm in check.arms
-    )
-    return all(answers)
+def _may_time(case: Case, context: RunContext, check: Throughput, prompts: Sequence[Mapping[str, str]]) -> bool:
+    """Whether every arm's process engages MTP on kernels that a certificate covers; each process states its own."""
+    for arm in check.arms:
+        asked = {"mode": "decide", "block_size": arm.block_size, "arm": arm.name, "prompts": prompts}
+        if not context.job(case, "generate", env=arm.env, **asked)["engaged"]:
+            return False
+    return _refusal(check, case.id, context.lines) is None
 
 
 def _block_words(block: Block, check: Throughput) -> str:
@@ -145,11 +146,11 @@ def _timed(
     """One timed generation with what the machine did meanwhile."""
     check = case.check
     assert isinstance(check, Throughput)
-    watched = check.discard.foreign_cores is not None
-    before = disturbance.cpu_reading(context.pids()) if watched else None
+    before = context.telemetry(case)
     data = _generate(case, context, check, prompt, arm)
-    after = disturbance.cpu_reading(context.pids()) if watched else None
-    found = disturbance.disturbances(check.discard, disturbance.foreign_cores(before, after))
+    after = context.telemetry(case)
+    foreign, held = telemetry.foreign_cores(before, after), telemetry.throttled(before, after)
+    found = disturbance.disturbances(check.discard, foreign, held)
     name = arm.name if arm is not None else NULL if slot == "arm" else CLASSIC
     fields = {key: data[key] for key in ("prompt_tokens", "tokens", "sha256", "distinct_tokens", "ttft_s", "decode_s")}
     fields |= {key: data[key] for key in ("accepted_per_round", "drafted_per_round", "verify_s", "draft_s")}
@@ -162,11 +163,28 @@ def _timed(
             "arm": name,
             "block_size": (arm.block_size if arm is not None else 1) or case.block_size,
             "prompt": prompt["name"],
-            "load1": gate.load1(),
+            "load1": after.load1,
             "process": block.process,
             "disturbed": found,
+            "before": before,
+            "after": after,
         }
     )
+
+
+def _refusal(check: Throughput, case: str, lines: Sequence[AnyLine]) -> Judgement | None:
+    """Why these arms are not timed: two are one, or no certificate covers one. None for lines without statements."""
+    paths = coverage.arm_paths(lines, case)
+    if not paths:
+        return None
+    identical = coverage.identical_arms(lines, case)
+    if identical:
+        return Judgement("fail", f"{identical}; nothing was timed")
+    longest = {name: path.longest_prompt for name, path in paths.items()}
+    reach = {arm.name: longest.get(arm.name, 0) + check.max_tokens for arm in check.arms}
+    refused = coverage.refusals(lines, case, reach)
+    arm, reason = next(iter(refused.items()), ("", ""))
+    return Judgement("declined", f"{arm}: {reason}; no speed is stated") if refused else None
 
 
 def _generate(
@@ -228,6 +246,9 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
     declined = not_engaged(decisions)
     if declined:
         return Judgement("declined", declined.log_line)
+    refused = _refusal(check, case.id, others or lines)
+    if refused:
+        return refused
     problem = counters_problem(arms)
     if problem:
         return Judgement("fail", problem)

@@ -15,16 +15,20 @@ from pydantic import ValidationError
 
 from harness.errors import RecordError
 from harness.pairs import NULL, is_bracketed
+from harness.record.certified import Certified, certify, with_speed, withhold_arms, withhold_steps
 from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
+from harness.record.gate_view import gate_rows
 from harness.record.host import device_label, host_rows
 from harness.record.kernels import kernel_figures
+from harness.record.ledger_rows import ledger_rows
 from harness.record.lines import (
     AnyLine,
     ArmLine,
     BlockLine,
     CaseLine,
+    CertificateLine,
     CheckLine,
     ChildLine,
     ComparisonLine,
@@ -33,9 +37,11 @@ from harness.record.lines import (
     DrawLine,
     EndLine,
     FloorLine,
+    GateLine,
     KernelLine,
     KernelShapeLine,
     Outcome,
+    PathLine,
     PeerLine,
     StartLine,
     StepLine,
@@ -70,6 +76,7 @@ CaseEvent = (
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
     | FloorLine
     | CheckLine
@@ -78,6 +85,8 @@ CaseEvent = (
     | KernelLine
     | BlockLine
     | DecodeLine
+    | PathLine
+    | CertificateLine
     | CaseLine
 )
 UNFINISHED = "unfinished: the run stopped before this case ended"
@@ -137,9 +146,10 @@ def build_record(
     run = group_lines(lines)
     start = run.starts[0] if run.starts else None
     identical = tokens_identical(run, spec)
+    certified = certify(run.starts, run.cases)
     known = dict.fromkeys((*run.planned, *run.cases))
     cases = tuple(
-        build_case(case_id, run.cases[case_id], spec, identical is False, run.abandoned.get(case_id, 0))
+        build_case(case_id, run.cases[case_id], spec, identical is False, certified, run.abandoned.get(case_id, 0))
         for case_id in known
         if case_id in run.cases
     )
@@ -183,9 +193,11 @@ def build_record(
         contradictions=tuple(
             problem
             for case in cases
-            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""))
+            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""), certified)
         ),
-        host=host_rows(env, tuple(run.children.values())),
+        host=host_rows(env, tuple(run.children.values())) | gate_rows(run.starts, run.cases),
+        certificates=certified.figures,
+        ledger=ledger_rows(tuple(run.children.values()), run.cases, spec),
         sources=dict(sources or {}),
     )
 
@@ -203,9 +215,14 @@ def tokens_identical(run: Grouped, spec: SpecView) -> bool | None:
 
 
 def build_case(
-    case_id: str, events: Sequence[CaseEvent], spec: SpecView, withhold: bool, abandoned: int = 0
+    case_id: str,
+    events: Sequence[CaseEvent],
+    spec: SpecView,
+    withhold: bool,
+    certified: Certified,
+    abandoned: int = 0,
 ) -> CaseRecord:
-    """One case from its own lines."""
+    """One case from its own lines; an arm that no certificate covers has no speed-up."""
     name = CaseName.parse(case_id)
     ended = next((event for event in reversed(events) if isinstance(event, CaseLine)), None)
     decisions = [event for event in events if isinstance(event, DecisionLine)]
@@ -214,14 +231,20 @@ def build_case(
     checks = [event for event in events if isinstance(event, CheckLine)]
     arm_lines = [event for event in events if isinstance(event, ArmLine)]
     step_lines = [event for event in events if isinstance(event, StepLine)]
+    floors = [event for event in events if isinstance(event, FloorLine)]
     judged = ended is not None and (ended.outcome in ("pass", "unresolved") or ended.verdict is not None)
     no_verdict = UNFINISHED_ARMS if ended is None else None if judged else NOT_JUDGED
-    arms = arm_figures(arm_lines, spec.smallest_effect(name.check), withhold=withhold, no_verdict=no_verdict)
+    effect, refused = spec.smallest_effect(name.check), {} if withhold else certified.refused.get(case_id, {})
+    arms = arm_figures(arm_lines, effect, withhold=withhold, no_verdict=no_verdict)
+    steps = step_figures(step_lines, arms, withhold, floors)
+    if refused:
+        arms = withhold_arms(arms, arm_figures(arm_lines, effect, withhold=True), refused)
+        blank = step_figures(step_lines, arms, True, floors)
+        steps = withhold_steps(step_figures(step_lines, arms, withhold, floors), blank, arms)
     kind = ended.kind if ended else str(spec.setting(name.check, "kind", "unknown"))
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
     failing = next((draw for draw in draws if not draw.passed), None)
     kernel = kernel_figures(events)
-    steps = step_figures(step_lines, arms, withhold, [event for event in events if isinstance(event, FloorLine)])
     return CaseRecord(
         id=case_id,
         name=name.name,
@@ -232,7 +255,7 @@ def build_case(
         outcome=ended.outcome if ended else "error",
         reason=ended.reason if ended else UNFINISHED,
         declared=spec.declared(name, kind),
-        verdict=(ended.verdict if not withhold else "unresolved") if ended and ended.verdict else None,
+        verdict=(ended.verdict if not (withhold or refused) else "unresolved") if ended and ended.verdict else None,
         finished=ended is not None,
         child=ended.child if ended else None,
         seconds=ended.seconds if ended else 0.0,
@@ -256,8 +279,9 @@ def build_case(
         engines=engine_figures(events) if kind == "peer_decode" else (),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
-        oracle=oracle_figures(step_lines, arms, withhold),
+        oracle=oracle_figures(step_lines, with_speed(arms), withhold),
         abandoned=abandoned,
+        kernels_sha256=next((e.fingerprint for e in events if isinstance(e, PathLine) and not e.arm), None),
     )
 
 
@@ -290,7 +314,7 @@ def build_comparison(line: ComparisonLine) -> ComparisonFigures:
 
 def build_child(line: ChildLine) -> ChildRecord:
     """One child process."""
-    return ChildRecord(**line.model_dump(exclude={"line"}))
+    return ChildRecord(**line.model_dump(exclude={"line", "settings", "started_for"}))
 
 
 def overall_outcome(cases: Sequence[CaseRecord], not_run: Sequence[str]) -> Outcome:

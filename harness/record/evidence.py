@@ -8,22 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.flags import FlagError, read_flags
-from harness import stats
+from harness import ledger, stats
 from harness.kernel_figures import OURS
+from harness.record.certified import Certified
 from harness.record.lines import AnyLine, ArmLine, ChildLine, ComparisonLine
 from harness.record.model import CaseRecord
 
 MEASURED = ("pass", "unresolved")
 
 
-def contradictions_of(case: CaseRecord, events: Sequence[AnyLine], child: ChildLine | None) -> list[str]:
+def contradictions_of(
+    case: CaseRecord, events: Sequence[AnyLine], child: ChildLine | None, certified: Certified
+) -> list[str]:
     """Every statement of this case that its raw lines do not bear out, as `name: what`."""
     problems: list[str] = []
     if case.finished:
         problems += OUTCOME_RULES.get(case.kind, _no_rule)(case)
     problems += _counters(events)
+    problems += certified.problems(case.id, case.kind == "throughput" and case.outcome in MEASURED)
     if child is not None and case.outcome in MEASURED:
         problems += _flags(child)
+        problems += [text for row in child.settings if (text := ledger.difference(row)) is not None]
     return [f"{case.name}: {problem}" for problem in problems]
 
 

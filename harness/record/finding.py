@@ -68,6 +68,8 @@ def _bad_news(
         return _difference(cases)
     declined = next((case for case in cases if case.outcome == "declined" and not case.declared), None)
     if declined is not None:
+        if declined.kind == "throughput" and declined.engaged:
+            return f"no speed is stated, {short(declined.reason)}"
         return f"MTP declines, {short(declined.first_divergence_text or declined.decision_reason or declined.reason)}"
     if any(case.inexact for case in cases):
         return "MTP engaged inexact, by override"
@@ -167,6 +169,7 @@ def _without_speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -
     if len(skipped) == len(cases):
         return f"nothing measured here, {short(skipped[0].reason)}"
     if tokens_identical is True:
-        return "MTP is byte-identical to classic, speed not measured"
+        withheld = any(arm.verdict_reason.startswith("withheld") for case in cases for arm in case.arms)
+        return f"MTP is byte-identical to classic, speed {'withheld' if withheld else 'not measured'}"
     ran = len(cases) - len(skipped)
     return f"{plural(ran, 'case')} ran as declared, text and speed not compared"

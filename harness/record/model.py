@@ -6,9 +6,9 @@ Units live in the names (`_ms`, `_s`, `_bytes`); shares and deltas are parts of 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.record.lines import Divergence, Outcome, Verdict
 
@@ -24,23 +24,14 @@ Figure = Annotated[float, AfterValidator(_rounded)]
 
 
 def later(default: Any = None) -> Any:
-    """A field that came after the first records: left out of record.json where absent, so old ones keep their bytes."""
-    return Field(default=default, exclude_if=lambda value: value in (None, {}, ()))
+    """A field that came after the first records: left out of record.json while empty, so old ones keep their bytes."""
+    return Field(default=default, exclude_if=lambda value: value is None or value == default)
 
 
 class Part(BaseModel):
     """Base of every part: unknown keys refused, frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    ADDED: ClassVar[tuple[str, ...]] = ()  # younger than the first records: left out while empty, so those stay as read
-
-    @model_serializer(mode="wrap")
-    def _without_empty_additions(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = serialize(self)
-        for name in self.ADDED:
-            if name in data and getattr(self, name) == type(self).model_fields[name].default:
-                del data[name]
-        return data
 
 
 class AcceptanceFigures(Part):
@@ -53,6 +44,35 @@ class AcceptanceFigures(Part):
     acceptance_length: Figure  # tokens per verify, 1 + accepted / rounds
     accepted_per_round: Figure  # the same without the bonus: other projects' "mean accepted"
     accepted_at: tuple[Figure, ...]  # by draft position; denominator: rounds that offered that draft
+
+
+class CertificateFigures(Part):
+    """One exactness certificate: what was compared, what it is bound to, and which arms it covers."""
+
+    sha256: str
+    case: str
+    stage: str
+    block_size: int
+    flags: dict[str, str]
+    inputs: tuple[str, ...]
+    rows: int
+    total_bytes: int
+    walk_reach: int  # furthest position of a walk, which accepts and rolls back
+    identity: dict[str, str | int]
+    covers: tuple[str, ...]
+
+
+class LedgerFigures(Part):
+    """One setting: asked for against in force, and where that holds (children, or checks)."""
+
+    name: str
+    requested: str | None
+    effective: str
+    source: str
+    read: str
+    note: str
+    differs: str | None
+    where: tuple[str, ...]
 
 
 class DrawFigures(Part):
@@ -110,8 +130,7 @@ class RepeatFigures(Part):
     null: Figure | None
     acceptance: AcceptanceFigures | None
     distinct_tokens: int
-    process: int | None = None
-    ADDED: ClassVar[tuple[str, ...]] = ("process",)
+    process: int | None = later()
 
 
 class DiscardFigures(Part):
@@ -124,8 +143,6 @@ class DiscardFigures(Part):
 
 class ArmFigures(Part):
     """One arm over all repeats. No figure here compares speed when `identical` is false."""
-
-    ADDED: ClassVar[tuple[str, ...]] = ("processes", "null_block", "discarded")
 
     arm: str
     block_size: int
@@ -149,9 +166,9 @@ class ArmFigures(Part):
     classic_step_ms: Figure | None  # in the brackets: per token
     round_ms: Figure | None  # in the timed runs: per round, everything included
     repeats: tuple[RepeatFigures, ...]
-    processes: tuple[int, ...] = ()  # of each delta
-    null_block: tuple[Figure, ...] = ()  # deltas of classic in the arm's place
-    discarded: tuple[DiscardFigures, ...] = ()
+    processes: tuple[int, ...] = later(())  # of each delta
+    null_block: tuple[Figure, ...] = later(())  # deltas of classic in the arm's place
+    discarded: tuple[DiscardFigures, ...] = later(())
 
 
 class StepTime(Part):
@@ -337,9 +354,9 @@ class CaseRecord(Part):
     engines: tuple[EngineFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
-    oracle: tuple[OracleFigures, ...] = ()
-    abandoned: int = 0  # repeats timed before an interruption; the case was timed anew and they count nowhere
-    ADDED: ClassVar[tuple[str, ...]] = ("oracle", "abandoned")
+    oracle: tuple[OracleFigures, ...] = later(())
+    abandoned: int = later(0)  # repeats timed before an interruption; the case was timed anew and they count nowhere
+    kernels_sha256: str | None = later()  # fingerprint of a probe's kernels
 
 
 class ChildRecord(Part):
@@ -386,6 +403,8 @@ class Record(Part):
     children: tuple[ChildRecord, ...]
     contradictions: tuple[str, ...]  # outcomes that the raw lines do not bear out
     host: dict[str, str]
+    certificates: tuple[CertificateFigures, ...] = later(())  # absent in older records
+    ledger: tuple[LedgerFigures, ...] = later(())
     sources: dict[str, str] = Field(default_factory=dict)  # sha256 of runs.jsonl, env.json, spec.yaml
 
     @property

@@ -59,6 +59,11 @@ def child_key(env: Mapping[str, str | None]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in sorted(env.items()) if value is not None)
 
 
+def is_timed(case: Case) -> bool:
+    """Whether a case measures time, so that nothing may run beside it."""
+    return "bench" in case.marks
+
+
 def plan(loaded: LoadedSpec) -> tuple[Case, ...]:
     """Every case of a spec, in file order, then matrix order."""
     cases: list[Case] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 
+from harness.record.certified import WITHHELD as NO_SPEED
+from harness.record.certified import with_speed
 from harness.record.model import ArmFigures, CaseRecord, OracleFigures, Record, StepFigures
 from harness.record.plot import ORACLE, plot_names
 from harness.record.speed import WITHHELD
@@ -48,7 +50,7 @@ def throughput(record: Record, stem: str) -> str:
 
 
 def _arm_part(arm: ArmFigures, spec_sha256: str) -> str:
-    absent = "withheld" if arm.verdict_reason == WITHHELD else "not measured"
+    absent = "withheld" if arm.verdict_reason.startswith(NO_SPEED) else "not measured"
     several = len(set(arm.processes)) > 1
     rows = []
     for repeat in arm.repeats:
@@ -187,7 +189,7 @@ def steps(record: Record, stem: str) -> str:
         parts += [_step_table(figures), _floor_table(figures), _model_table(case, figures)]
     parts += [_bar_table(case) for case in record.cases]
     for case in record.cases:
-        parts += [_oracle_part(figures, record.tokens_identical is False) for figures in case.oracle]
+        parts += [_oracle_part(case, figures) for figures in case.oracle]
         parts += [f"![{alt}](data/{stem}/{name})" for name, alt in plot_names(case) if name.endswith(ORACLE)]
     return "\n\n".join(part for part in parts if part)
 
@@ -246,7 +248,7 @@ def _model_table(case: CaseRecord, figures: StepFigures) -> str:
     if figures.break_even_acceptance is None:
         return ""
     arm = next((arm for arm in case.arms if arm.block_size == figures.block_size), None)
-    withheld = arm is not None and arm.verdict_reason == WITHHELD
+    withheld = arm is not None and arm.verdict_reason.startswith(NO_SPEED)
     absent = "withheld" if withheld else "not measured"
     measured_rate = arm.acceptance.acceptance_rate if arm and arm.acceptance else None
     rows = [
@@ -265,23 +267,26 @@ def _break_even(value: float) -> str:
     return f"{value:.2f} (no drafter can win)" if value > 1 else share(value)
 
 
-def _oracle_part(figures: OracleFigures, withheld: bool) -> str:
+def _oracle_part(case: CaseRecord, figures: OracleFigures) -> str:
     """Every block size: what a round costs, what it needs, what it is predicted to give and what was measured."""
-    absent = "withheld" if withheld else "not measured"
-    rows = [
-        [
-            str(point.block_size),
-            ms(point.verify_ms),
-            ms((point.block_size - 1) * point.draft_step_ms),
-            ms(point.round_ms),
-            _break_even(point.break_even_acceptance),
-            share(point.acceptance_rate, absent),
-            cell(BASIS_WORDS.get(point.basis or "", absent)),
-            factor(point.predicted_speedup, absent),
-            factor(point.measured_speedup, absent),
-        ]
-        for point in figures.points
-    ]
+    known = with_speed(case.arms)
+    withheld = {arm.block_size for arm in case.arms} - {arm.block_size for arm in known}
+    rows = []
+    for point in figures.points:
+        absent = "withheld" if point.block_size in withheld or (withheld and not known) else "not measured"
+        rows.append(
+            [
+                str(point.block_size),
+                ms(point.verify_ms),
+                ms((point.block_size - 1) * point.draft_step_ms),
+                ms(point.round_ms),
+                _break_even(point.break_even_acceptance),
+                share(point.acceptance_rate, absent),
+                cell(BASIS_WORDS.get(point.basis or "", absent)),
+                factor(point.predicted_speedup, absent),
+                factor(point.measured_speedup, absent),
+            ]
+        )
     columns = [">Block size", ">Verify ms", ">Drafting ms", ">Round ms", ">Acceptance at break-even", ">Acceptance"]
     columns += ["Taken from", ">Speed-up predicted", ">Speed-up measured"]
     classic = f"a classic step takes {ms(figures.classic_step_ms)} ms"
