@@ -143,8 +143,9 @@ class LinearCache(LayerCache):
         """A buffer for positions below `end`, another one where the present one is too small."""
         if end > self.kv.shape[2]:
             slots = -(-end // self.growth) * self.growth
-            grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
-            grown[:, :, : self.length] = self.kv[:, :, : self.length]
+            with torch.inference_mode(False):  # a room's buffer outlives the step that made it grow
+                grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
+                grown[:, :, : self.length] = self.kv[:, :, : self.length]
             self.kv = grown
 
     def touched(self, count: int) -> None:

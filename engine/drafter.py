@@ -7,7 +7,7 @@ the target's width, and gives logits over its own tied table and the vector for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -135,25 +135,12 @@ class Drafter:
 
     def _recorded_chain(self, token: int, hidden: Tensor, shared: LentKV, count: int) -> Drafts:
         """Run the recording of a chain of so many steps over the room of the target's caches."""
-        room, target = shared.caches.room, self._target
-        if target is None:
-            raise EngineError("drafter: not bound to a target; call bind(target) first")
+        room = shared.caches.room
         assert isinstance(room, Room)
         max_keys = room.fit(shared.caches, shared.length + 1 + count)
         room.send([token], shared.length)
         room.vector[0].copy_(hidden)
-
-        def run() -> object:
-            ops = self.kernels.fused
-            assert ops is not None
-            weights = self._fused(target)
-            kv = {kind: room.kv[layer] for kind, layer in shared.layers.items()}
-            tables = tables_upto(self._tables, max_keys)
-            out = room.ids[1 : 1 + count]
-            fused_draft(ops, weights, room.ids, room.vector, room.draft_position, kv, tables, max_keys, count, out)
-            return tables, weights  # the recording reads them, so it keeps them
-
-        replay, _ = room.recorded(("draft", count, self, self.kernels.fused), run)
+        replay = self.recording(shared, count, max_keys)
         room.mark(0)
         replay()
         room.mark(1)
@@ -165,6 +152,34 @@ class Drafter:
         drafts = Drafts(token, count, read, room.span)
         room.drafted = drafts
         return drafts
+
+    def recording(
+        self, shared: LentKV, count: int, max_keys: int, verified: Tensor | None = None
+    ) -> Callable[[], None]:
+        """What drafts `count` tokens over the room of the target's caches, as its words say.
+
+        With `verified`, the states [8, H] that a verify step of count + 1 rows leaves, it carries on behind what that
+        step accepts.
+        """
+        room, target = shared.caches.room, self._target
+        if target is None:
+            raise EngineError("drafter: not bound to a target; call bind(target) first")
+        assert isinstance(room, Room)
+
+        def run() -> object:
+            ops = self.kernels.fused
+            assert ops is not None
+            if verified is not None:
+                ops.accept(room.ids, room.best, verified, room.position, room.draft_position, room.vector, count + 1)
+            weights = self._fused(target)
+            kv = {kind: room.kv[layer] for kind, layer in shared.layers.items()}
+            tables = tables_upto(self._tables, max_keys)
+            out = room.ids[1 : 1 + count]
+            fused_draft(ops, weights, room.ids, room.vector, room.draft_position, kv, tables, max_keys, count, out)
+            return tables, weights, verified  # the recording reads them, so it keeps them
+
+        key = ("draft", count, None if verified is None else verified.data_ptr(), self, self.kernels.fused)
+        return room.recorded(key, run)[0]
 
     def _fused(self, target: Target) -> DraftWeights:
         """The chain's weights, the target's table among them."""

@@ -68,10 +68,10 @@ class Room:
         self.found = [torch.zeros(CONTROL_WORDS, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(2)]
         self.vector = torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=device)
         self._arrived: list[Any] = []
-        self._marks: list[Any] = []
+        self._marks: list[list[Any]] = []
         if self.on_gpu:
             self._arrived = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-            self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]  # type: ignore[no-untyped-call]
         self.drafted: object | None = None
 
     @property
@@ -112,7 +112,7 @@ class Room:
         return min((layer.kv.shape[2] for layer in caches.layers if isinstance(layer, LinearCache)), default=end)
 
     def recorded(self, key: Hashable, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """The recording under this key, made now where there is none."""
+        """The recording under this key, made now where there is none: that runs it once, so words are sent before."""
         found = self.recordings.get(key)
         if found is None:
             words = self.control.clone()
@@ -146,14 +146,14 @@ class Room:
         words: list[int] = self.found[slot].tolist()
         return words
 
-    def mark(self, end: int) -> None:
+    def mark(self, end: int, slot: int = 0) -> None:
         """Remember when the device gets here, at the beginning (0) or the end (1) of a span."""
         if self._marks:
-            self._marks[end].record()
+            self._marks[slot][end].record()
 
-    def span(self) -> float:
-        """Seconds between the last two marks, once the device has passed them."""
-        return self._marks[0].elapsed_time(self._marks[1]) * 1e-3 if self._marks else 0.0
+    def span(self, slot: int = 0) -> float:
+        """Seconds between the last two marks of a slot, once the device has passed them."""
+        return self._marks[slot][0].elapsed_time(self._marks[slot][1]) * 1e-3 if self._marks else 0.0
 
 
 class Rooms:

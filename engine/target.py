@@ -225,6 +225,15 @@ class Target:
         found = self._launch(choice, ids, position, rows, kv, tables_upto(self._tables, first + MAX_ROWS), first + rows)
         return StepOutput(found.logits[:rows], found.hidden[:rows], found.ids[:rows].tolist())
 
+    def recorded_verify(self, caches: CacheSet, rows: int, max_keys: int) -> tuple[Callable[[], None], FusedOutput]:
+        """What runs a verify step of so many rows over the room of these caches, and where it leaves its results."""
+        assert caches.room is not None
+        return self._recording(caches.room, self._choice(rows, False), rows, max_keys, False)
+
+    def runs_ahead(self, caches: CacheSet, rows: int) -> bool:
+        """Whether verify steps of so many rows over these caches are recordings."""
+        return self._recorded(rows, False, caches) is not None
+
     def _recording(
         self, room: Room, choice: Choice, rows: int, max_keys: int, advance: bool
     ) -> tuple[Callable[[], None], FusedOutput]:

@@ -90,6 +90,8 @@ class FusedOps:
     head(partials, rows, cap | None, with_logits) -> (logits [8, V] | None, ids int32 [8])
     pack(x [8, K], rows, for) -> packed                      rows as they are
     sum(partials, rows) -> [8, N]                            rows as a plain tensor
+    accept(ids, best int32 [8], hidden [8, H], position, draft_position int32 [1], vector [8, H], rows)
+                                                             ids, positions and vector move on behind what is accepted
     """
 
     embed: Callable[..., Tensor]
@@ -103,6 +105,7 @@ class FusedOps:
     head: Callable[..., tuple[Tensor | None, Tensor]]
     pack: Callable[[Tensor, int, Linear], Any]
     sum: Callable[[Tensor, int], Tensor]
+    accept: Callable[..., None]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Weight, reference
+from kernels.accept import accept_rows
 from kernels.argmax import argmax as argmax_ids
 from kernels.argmax import head_argmax, softcap
 from kernels.embed import dense_rows, embed_rows
@@ -185,7 +186,18 @@ def _sum(partials: Tensor, rows: int) -> Tensor:
 
 
 FUSED = FusedOps(
-    _embed, _norm, _product, _product_rows, _heads, _attend, _residual, _geglu, _head, pack=_pack, sum=_sum
+    _embed,
+    _norm,
+    _product,
+    _product_rows,
+    _heads,
+    _attend,
+    _residual,
+    _geglu,
+    _head,
+    pack=_pack,
+    sum=_sum,
+    accept=accept_rows,
 )
 
 KERNELS = Kernels(

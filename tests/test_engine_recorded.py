@@ -26,7 +26,9 @@ from engine.flags import Flags
 from engine.pair import Pair, load_pair
 from engine.requests import GenerationRequest
 from engine.room import CudaRecorder, Recorder, Rooms
-from engine.speculative import speculative_decode
+from engine.rounds import rounds
+from engine.speculative import accepted_prefix, speculative_decode
+from kernels.accept import accept_rows
 from kernels.testing import same_bytes
 
 T = TypeVar("T")
@@ -34,8 +36,8 @@ CUDA = torch.cuda.is_available()
 TINIER = replace(
     TINY, name="tinier", num_hidden_layers=2, period=2, vocab_size=320, hidden_size=64, intermediate_size=64
 )
-GROWTH = 32
-PROMPT = list(range(5, 36))
+GROWTH = 20
+PROMPT = list(range(5, 24))
 """Longer than the window, so that the ring is past its end within a few steps."""
 
 interpreted = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -84,7 +86,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def recorded(plain: Pair, recorder: Recorder) -> Pair:
-    """The same weights, recorded in rooms that start with 32 rows."""
+    """The same weights, recorded in rooms that start with 20 rows."""
     pair = plain.with_policy(DispatchPolicy(backend="triton"))
     pair.target.record_steps(recorder, GROWTH)
     return pair
@@ -134,6 +136,7 @@ def test_a_recording_serves_the_next_caches_and_later_contexts(recorded: Pair, r
         assert recorder.recorded == 1
 
 
+@pytest.mark.slow
 @interpreted
 def test_drafts_stay_on_the_device_until_someone_looks(plain: Pair, recorded: Pair) -> None:
     """The same proposals as the drafter's plain steps, carried into a verify block without a look at them."""
@@ -174,6 +177,57 @@ def test_classic_decode_runs_one_step_ahead_and_keeps_no_row_of_it(recorded: Pai
     assert isinstance(ring, RingCache)
     assert ring.high_water == ahead.length + 1
     assert target.step([7], ahead, "classic").argmax == target.step([7], alone, "classic").argmax
+
+
+class Oracle:
+    """A drafter that knows the text and is wrong where it is told to be: drafts without a network, over a room."""
+
+    def __init__(self, text: list[int], start: int, wrong: set[int]) -> None:
+        self.text, self.start, self.wrong = text, start, wrong
+
+    def recording(self, shared: Any, count: int, max_keys: int, verified: Tensor | None = None) -> Callable[[], None]:
+        """Like the drafter's: behind what the last verify step accepts, `count` tokens into the room's words."""
+        room = shared.caches.room
+
+        def run() -> None:
+            if verified is not None:
+                accept_rows(room.ids, room.best, verified, room.position, room.draft_position, room.vector, count + 1)
+            begin = int(room.position) - self.start
+            for index in range(count):
+                at = begin + index
+                token = self.text[at] if at < len(self.text) else 0
+                room.ids[1 + index] = (token + 1) % 320 if at in self.wrong else token
+
+        return run
+
+
+@interpreted
+def test_a_round_that_ran_ahead_goes_on_behind_what_was_accepted(recorded: Pair) -> None:
+    """Accepted 2, 1, 0 and all again: each round was launched before the host knew how the one before ended."""
+    target, start = recorded.target, len(PROMPT) - 3
+    caches = target.new_caches()
+    hidden = target.prefill(PROMPT[:start], caches)
+    text = list(target.chain(7, caches.clone(), 12))
+    oracle = Oracle(text, start, {2, 4, 5})
+    room = caches.room
+    assert room is not None
+    room.fit(caches, 3 * GROWTH)
+    found: list[int] = []
+    accepted: list[int] = []
+    source = rounds(target, oracle, caches, 7, hidden, 3, lambda: 12 - len(found))
+    while len(found) < 12:
+        done = next(source)
+        accepted.append(accepted_prefix(done.draft_tokens, done.argmax))
+        emitted = [*done.draft_tokens[: accepted[-1]], done.argmax[accepted[-1]]][: 12 - len(found)]
+        caches.rollback(3 - len(emitted))
+        found += emitted
+    source.close()
+    assert found == text
+    assert accepted[:4] == [2, 1, 0, 2]
+    alone = target.new_caches()
+    target.prefill(PROMPT[:start], alone)
+    list(target.chain(7, alone, 12))
+    assert caches.first_difference(alone)[0] is None
 
 
 @pytest.mark.slow

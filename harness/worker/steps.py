@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from engine.drafts import DraftedBlock
+from engine.cache import MARGIN
+from engine.drafts import DraftedBlock, Drafts
 from engine.prefill import run_prefill
 from harness.record.lines import StepLine
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output, PromptInput
 from harness.worker.floor import floor_line, stream_seconds
 
 WARMUP = 3
-CHAINED = 6  # classic steps of one sample where they run ahead; a ring can be rolled back by 7 rows
+CHAINED = 6  # classic steps of one sample where they run ahead; within the rows that can be dropped again
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
@@ -48,11 +49,12 @@ def continued(bench: Bench, prompt: PromptInput, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One thing to time: its name and size in the record, the call, rows it leaves, steps in it, what to take off."""
+    """One thing to time: its name and size in the record, the call over caches, rows it leaves there, steps in it, and
+    what is taken off its time."""
 
     step: str
     rows: int
-    call: Callable[[], object]
+    call: Callable[[Any], object]
     leaves: int = 0
     steps: int = 1
     less: tuple[str, int] | None = None
@@ -61,37 +63,35 @@ class _Plan:
 def _plans(pair: Any, caches: Any, token: int, hidden: Any, block_sizes: Sequence[int]) -> Iterator[_Plan]:
     """What is timed at one context.
 
-    Recorded steps are timed as decoding runs them: classic as a chain, whose next step is launched before the host has
-    seen a token; a verify step behind its drafts, whose time alone is taken off.
+    Recorded steps are timed as decoding runs them, where the next step or round is launched before the host has looked:
+    classic as a chain, drafts by the device's own time, a verify step behind its drafts, whose time alone is taken off.
     """
     target, drafter = pair.target, pair.drafter
     recorded = getattr(caches, "room", None) is not None
     if recorded:
-        yield _Plan("classic", 1, lambda: list(target.chain(token, caches, CHAINED)), CHAINED, CHAINED)
+        yield _Plan("classic", 1, lambda here: list(target.chain(token, here, CHAINED)), CHAINED, CHAINED)
     else:
-        yield _Plan("classic", 1, lambda: target.step([token], caches, "classic"), 1)
-    yield _Plan("classic_unpadded", 1, lambda: target.unpadded_step(token, caches), 1)
-    shared = target.shared_kv(caches) if drafter is not None else None
+        yield _Plan("classic", 1, lambda here: target.step([token], here, "classic"), 1)
+    yield _Plan("classic_unpadded", 1, lambda here: target.unpadded_step(token, here), 1)
 
-    def draft(count: int) -> Any:
-        return drafter.draft(token, hidden, shared, count)
-
-    def verify(size: int) -> None:
+    def verify(size: int, here: Any) -> None:
         block: Sequence[int] = [token] * size
         if recorded and drafter is not None and size > 1:
-            block = DraftedBlock(draft(size - 1))
-        target.step(block, caches, "verify")
+            block = DraftedBlock(drafter.draft(token, hidden, target.shared_kv(here), size - 1))
+        target.step(block, here, "verify")
 
     for size in block_sizes:
         behind = ("draft_round", size - 1) if recorded and drafter is not None and size > 1 else None
         yield _Plan("verify", size, partial(verify, size), size, less=behind)
+    shared = target.shared_kv(caches) if drafter is not None else None
+
+    def draft(count: int, here: Any) -> float | None:
+        drafts = drafter.draft(token, hidden, shared, count)
+        list(drafts)  # a look at them, so that their time is whole
+        return drafts.seconds if isinstance(drafts, Drafts) else None
+
     for count in range(1, max(block_sizes)) if drafter is not None else ():
-        yield _Plan("draft_round", count, partial(_looked_at, draft, count))
-
-
-def _looked_at(draft: Callable[[int], Any], count: int) -> list[int]:
-    """A round's drafts on the host, so that their time is whole."""
-    return list(draft(count))
+        yield _Plan("draft_round", count, partial(draft, count))
 
 
 def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: Output) -> None:
@@ -101,19 +101,24 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
     prefilled = run_prefill(pair.target, context, None, bench.prefill_chunk, caches)
     plans = list(_plans(pair, caches, prefilled.first_token, prefilled.hidden, args["block_sizes"]))
     seconds: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
+    whole: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
     total = args["samples"] + WARMUP
     for sample in range(total):
         if sample % 8 == 0:
             out.progress(sample, total, "steps")
         for plan in plans:
-            elapsed = _timed(plan.call, bench.device) / plan.steps
-            caches.rollback(plan.leaves)
+            # Past the window no more than 7 rows can be dropped again, so a larger block gets a copy.
+            here = caches if plan.leaves <= MARGIN else caches.clone()
+            elapsed, own = _timed(partial(plan.call, here), bench.device)
+            if here is caches:
+                caches.rollback(plan.leaves)
             if sample >= WARMUP:
-                seconds[plan.step, plan.rows].append(elapsed)
+                whole[plan.step, plan.rows].append(elapsed / plan.steps)
+                seconds[plan.step, plan.rows].append(own if isinstance(own, float) else elapsed / plan.steps)
     for plan in plans:
         times = seconds[plan.step, plan.rows]
         if plan.less is not None:
-            times = [max(whole - part, 0.0) for whole, part in zip(times, seconds[plan.less], strict=True)]
+            times = [max(both - part, 0.0) for both, part in zip(times, whole[plan.less], strict=True)]
         line = {
             "case": out.case,
             "step": plan.step,
@@ -124,10 +129,10 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
         out.line(StepLine.model_validate(line))
 
 
-def _timed(step: Callable[[], object], device: str) -> float:
-    """Seconds of one call, the device's work included."""
+def _timed(step: Callable[[], object], device: str) -> tuple[float, object]:
+    """Seconds of one call, the device's work included, and what it returned."""
     began = time.perf_counter()
-    step()
+    returned = step()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, returned
