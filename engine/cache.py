@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from engine.config import TextConfig
 from engine.errors import EngineError
@@ -223,13 +224,35 @@ class RingCache(LayerCache):
         return self.rows(first, self.length)
 
 
-class CacheSet:
+class HeldLayer(Protocol):
+    """What a set of caches asks of a layer's: K/V rows here, or the state of another family's layer."""
+
+    length: int
+
+    def rollback(self, n: int, /) -> None:
+        """Drop the newest n rows."""
+
+    def clone(self) -> Any:
+        """An independent copy."""
+
+    def snapshot(self) -> tuple[int, bytes, bytes]:
+        """The logical content, to be compared with `==`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+
+HeldT = TypeVar("HeldT", bound=HeldLayer, default=LayerCache)
+
+
+class CacheSet(Generic[HeldT]):
     """The caches of all layers, kept at one length."""
 
-    def __init__(self, layers: Sequence[LayerCache]) -> None:
+    def __init__(self, layers: Sequence[HeldT]) -> None:
         self.layers = list(layers)
 
-    def __getitem__(self, layer: int) -> LayerCache:
+    def __getitem__(self, layer: int) -> HeldT:
         return self.layers[layer]
 
     def __len__(self) -> int:
@@ -249,17 +272,19 @@ class CacheSet:
         for layer in self.layers:
             layer.rollback(n)
 
-    def clone(self) -> CacheSet:
+    def clone(self) -> Self:
         """An independent copy."""
-        return CacheSet([layer.clone() for layer in self.layers])
+        other = copy.copy(self)
+        other.layers = [layer.clone() for layer in self.layers]
+        return other
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def snapshot_bytes(self) -> list[Snapshot]:
-        """The logical K/V bytes of every layer, by absolute position."""
+    def snapshot_bytes(self) -> list[tuple[int, bytes, bytes]]:
+        """The logical bytes of every layer, by absolute position."""
         return [layer.snapshot() for layer in self.layers]
 
 
