@@ -1,6 +1,6 @@
 """The Qwen 3.5 target against transformers in fp32: logits at every position, greedy ids, tapped hidden states.
 
-The model is random, 8 layers deep (6 linear, 2 full) and saved by transformers, so names, shards and config are its own.
+The model is random, 8 layers deep (6 linear, 2 full) and saved by transformers, so its files are its own.
 """
 
 from __future__ import annotations
@@ -203,5 +203,5 @@ def test_bits_in_the_config_that_the_tensors_do_not_have_are_refused(tmp_path: P
     config = read_config(folder)
     config["quantization"] = {"group_size": 64, "bits": 8, "mode": "affine"}
     write_json(folder / "config.json", config)
-    with pytest.raises(CheckpointError, match="config.json says 8 bits"):
+    with pytest.raises(CheckpointError, match=r"config\.json says 8 bits"):
         load_pair(folder, None, DispatchPolicy())

@@ -1,4 +1,4 @@
-"""Rollback of a Qwen 3.5 sequence: after a partial accept, the state is that of the same tokens one by one, as bytes."""
+"""Rollback of a Qwen 3.5 sequence: after a partial accept, its bytes are those of the same tokens one by one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_base_stage_rolls_back_to_states_of_its_own(target: Any) -> None:
     caches, whole = base.new_caches(), base.new_caches()
     base.prefill(tokens[:21], caches)
     base.prefill(tokens[:21], whole)
-    base.step(tokens[21:24] + [WRONG, WRONG], caches, "verify")
+    base.step([*tokens[21:24], WRONG, WRONG], caches, "verify")
     caches.rollback(2)
     base.step(tokens[21:24], whole, "verify")
     for ours, theirs in zip(caches.layers, whole.layers, strict=True):
