@@ -35,7 +35,7 @@ class Family:
     """One model family: what its config.json files say, and what loads them.
 
     `draft_kind` is the spec's word for how its drafters propose. `shared_problem(target, tokens)` says what is wrong
-    with what a drafter is handed after these prompt tokens, or None.
+    with what a drafter is handed after these prompt tokens, or None; `shared_claim` is what holds then.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Family:
     target: Callable[..., Any]
     drafter: Callable[..., Any]
     shared_problem: Callable[[Any, Sequence[int]], str | None]
+    shared_claim: str
 
 
 def _is_gemma_drafter(raw: Mapping[str, Any]) -> bool:
@@ -70,6 +71,7 @@ FAMILIES: tuple[Family, ...] = (
         Target,
         Drafter,
         shared_kv_problem,
+        "the drafter reads the last layers' K/V",
     ),
     Family(
         "qwen35",
@@ -81,6 +83,7 @@ FAMILIES: tuple[Family, ...] = (
         Qwen35Target,
         DFlashDrafter,
         tapped_context_problem,
+        "the drafter reads the tapped layers' hidden states",
     ),
 )
 """The known families."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.decision import Decision, DecisionMemo, prepare_mtp
+from engine.decision import Decision, DecisionMemo, Gate, prepare_mtp
 from engine.decode import classic_decode
 from engine.dispatch import DispatchPolicy, Stage
 from engine.errors import EngineError
@@ -83,6 +83,7 @@ class Bench:
             drafter = Path(setup.drafter) if setup.drafter is not None else None
             policy = self._policy(DEFAULT_STAGE)
             self.pair = load_pair(Path(setup.target), drafter, policy, device=setup.device)
+            _check_kind(setup.kind, self.pair)
             self._stages[DEFAULT_STAGE] = self.pair
         self.load_s = time.perf_counter() - began
 
@@ -127,10 +128,11 @@ class Bench:
         walk: bool = True,
         *,
         afresh: bool = False,
+        gate: Gate = "measured",
     ) -> tuple[Decision, ProbeResult | None]:
         """Probe once per stage, block size and draws, afterwards answer from memory; `afresh` probes again."""
         memo = DecisionMemo() if afresh else self._memo
-        return prepare_mtp(self.at(stage), block_size, tuple(draws), walk=walk, memo=memo)
+        return prepare_mtp(self.at(stage), block_size, tuple(draws), walk=walk, memo=memo, gate=gate)
 
     def prompt(self, data: dict[str, Any]) -> PromptInput:
         """Tokenize a prompt given as {name, form, text}."""
@@ -179,6 +181,13 @@ class Bench:
 
 
 # ---- values that several jobs send ----------------------------------------------------------------------------------
+
+
+def _check_kind(kind: str | None, pair: Any) -> None:
+    """The spec says how its drafter proposes; a pair of another kind is another question."""
+    found = pair.family.draft_kind
+    if kind not in (None, found) and pair.drafter is not None:
+        raise EngineError(f"pair.kind is {kind}, but these checkpoints draft by {found}; write kind: {found}")
 
 
 def sha256_ids(tokens: Sequence[int]) -> str:
