@@ -27,6 +27,8 @@ SharedPairs = dict[Kind, tuple[Tensor, Tensor, int]]
 class Drafter:
     """A loaded drafter; `bind` ties it to the target whose embeddings and K/V it reads."""
 
+    one_pass = False
+
     def __init__(
         self,
         checkpoint: Checkpoint,

@@ -186,7 +186,7 @@ UNSUPPORTED: dict[str, str] = {
     "MLXCEL_MTP_GAP_LOG": "draft and verify times are always measured",
     "MLXCEL_DRAFT_KIND": "the spec's `pair.kind` says it",
     "MLXCEL_DRAFT_BLOCK_SIZE": "the spec's `block_size` says it",
-    "MLXCEL_GDN_CHAIN_PARITY": "it concerns a model family with linear attention",
+    "MLXCEL_GDN_CHAIN_PARITY": "the recurrence of linear layers goes row by row; the stage `base` shows the other form",
     "MLXCEL_GLM_MTP_HIDDEN_TAP": "it concerns another model family",
     "MLXCEL_GEMMA4_ENABLE_FUSED_QKV": "q, k and v are always one product here",
     "MLXCEL_DISABLE_SINGLE_QUERY_MASKLESS": "the unfused path is chosen by MLXCEL_SDPA_VECTOR_LARGE_D and the stage",

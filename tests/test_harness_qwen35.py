@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from support_engine import one_thread, random_pair_dirs
 from support_qwen35 import TINY, qwen_dirs, qwen_pair
+from support_spec import HEAD, PARITY, PROBE, check_problems, problems_of
 
 from engine.decision import DecisionMemo, hazard_reason, prepare_mtp
 from engine.errors import EngineError
 from engine.flags import Flags
 from harness.protocol import Setup
-from harness.record.lines import CheckLine, DecisionLine
+from harness.record.lines import CheckLine, DecisionLine, StepLine
 from harness.record.report import check as check_record
+from harness.record.speed import step_figures
 from harness.record.store import read_lines
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import load_spec
@@ -142,6 +144,57 @@ def test_ops_of_another_family_are_refused() -> None:
     bench, args = Bench(Setup(target=target, drafter=drafter)), {"ops": m.GEMMA_OPS, "rows": [2], "seed": 0}
     with pytest.raises(EngineError, match="op geglu is none of this pair's; its ops: linear, rmsnorm, rope, swiglu"):
         row_identity.run(bench, args, Any)
+
+
+# ---- specs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_above_eight_rows_may_only_decline(tmp_path: Path) -> None:
+    """A probe or an arm of 16 rows could never run, and would look like a finding."""
+    wide = "  - {kind: decline, id: d, block_size: 16, expect_reason: rows, prompts: [{text: a b}]}\n"
+    assert check_problems(tmp_path, PROBE + wide) == []
+    assert check_problems(tmp_path, wide.replace("16", "17")) == [
+        "1:40: checks[0].block_size: must be at most 16, found the number 17"
+    ]
+    for check in (
+        "  - {kind: exactness_probe, id: p, block_sizes: [16]}\n",
+        "  - {kind: throughput, id: t, arms: [{name: a, block_size: 16}], repeats: 3, max_tokens: 8}\n" + PARITY,
+    ):
+        (problem,) = check_problems(tmp_path, check)
+        assert problem.endswith("must be at most 8, found the number 16")
+
+
+def test_ops_of_a_pair_have_no_shapes_in_a_geometry(tmp_path: Path) -> None:
+    """The child would not know the op, long after the spec could have been corrected."""
+    head = HEAD.partition("pair:")[0] + "checks:\n"
+    rows = "  - {kind: row_identity, id: r, geometry: tiny, ops: [linear, delta_rule]}\n"
+    (problem,) = problems_of(tmp_path, head + rows)
+    assert problem.endswith("op delta_rule has no shapes in a geometry, only in a Qwen 3.5 pair")
+
+
+# ---- step times ------------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_of_one_pass_has_a_step_time_at_each_width(whole: tuple[Path, RunOutcome]) -> None:
+    """A pass at width 8 divided by 7 drafts says nothing of width 2, where the same pass gives one draft."""
+    lines = [
+        StepLine(case="c", step=step, rows=rows, context_tokens=9, seconds=(ms / 1000,))  # type: ignore[arg-type]
+        for step, rows, ms in (
+            ("classic", 1, 10),
+            ("verify", 2, 12),
+            ("verify", 8, 14),
+            ("draft", 2, 7),
+            ("draft", 8, 1),
+        )
+    ]
+    found = {figures.block_size: figures for figures in step_figures(lines, (), False)}
+    assert {size: figures.draft_step_ms for size, figures in found.items()} == {2: 7.0, 8: 1.0}
+    gemma = [line for line in lines if line.step != "draft"]
+    gemma.append(StepLine(case="c", step="draft", rows=1, context_tokens=9, seconds=(0.003,)))
+    assert [figures.draft_step_ms for figures in step_figures(gemma, (), False)] == [3.0, 3.0]
+    folder, outcome = whole
+    measured = read_lines(folder / "out" / "data" / outcome.page.stem / "runs.jsonl").lines
+    assert [line.rows for line in measured if isinstance(line, StepLine) and line.step == "draft"] == [4]
 
 
 # ---- the two gates ---------------------------------------------------------------------------------------------------

@@ -160,9 +160,16 @@ def step_figures(lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold
         here = [line for line in lines if line.context_tokens == context and line.seconds]
         widths = sorted({line.rows for line in here if line.step == "verify"})
         for width in widths or [1]:
-            usable = [line for line in here if line.step != "verify" or line.rows == width]
+            usable = [line for line in here if _of_width(line, width)]
             found.append(one_step(context, width, usable, arms, withhold))
     return tuple(found)
+
+
+def _of_width(line: StepLine, width: int) -> bool:
+    """Whether a step line speaks about this block size; a drafter that proposes a block at once has a line for each."""
+    if line.step == "verify":
+        return line.rows == width
+    return line.step != "draft" or line.rows in (1, width)
 
 
 def one_step(
