@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cache import LinearCache
@@ -150,8 +151,10 @@ class DFlashDrafter:
         context = held.committed()
         keys = torch.cat((context[0], k.transpose(0, 1)), 1)
         values = torch.cat((context[1], v.transpose(0, 1)), 1)
-        core = kernels.sdpa_rows(q, keys, values, [(0, keys.shape[1])] * n, 0)
-        h = h + kernels.linear_any(core.reshape(n, -1), w.o)
+        core = F.scaled_dot_product_attention(  # no row contract here: a draft only chooses what is tried
+            q.transpose(0, 1)[None], keys[None], values[None], scale=1.0, enable_gqa=True
+        )
+        h = h + kernels.linear_any(core[0].transpose(0, 1).reshape(n, -1), w.o)
         return h + mlp(
             kernels,
             self.delta,
