@@ -1,7 +1,7 @@
 """Ops of a gated-delta layer and of gated blocks, in plain torch: what Qwen 3.5 needs beyond Gemma's kernels.
 
 The recurrence takes one row at a time with the same shapes whatever the number of rows, so a row's bytes follow from
-its inputs and the state before it. Elementwise ops take 8 padded rows, or one row a call where a width leaves a tail.
+its inputs and the state before it. Elementwise ops take 8 padded rows of a padded width.
 fp32 inside, one rounding at the end, throughout.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import MAX_ROWS
-from kernels.reference import by_rows
+from kernels.reference import LANES, by_rows
 
 CHUNK = 64
 """Tokens that prefill's form of the recurrence takes in one matrix product."""
@@ -58,7 +58,12 @@ def l2_heads(x: Tensor, scale: float) -> Tensor:
 
 def gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """(log decay, beta) = (-rate * softplus(a + dt_bias), sigmoid(b)); a and b [n, Hv], rate = exp(A_log) fp32 [Hv]."""
-    decay = _by_rows(lambda x: F.softplus(x.float() + dt_bias).mul_(rate).neg_(), a)
+    decay = _by_rows(
+        lambda x, bias, factor: F.softplus(x.float() + bias).mul_(factor).neg_(),
+        a,
+        dt_bias.expand(a.shape),
+        rate.expand(a.shape),
+    )
     return decay, _by_rows(lambda x: torch.sigmoid(x.float()), b)
 
 
@@ -128,9 +133,18 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _by_rows(op: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """The row contract for up to 8 rows on a CPU; a GPU has no scalar tail, and prefill's rows have no contract."""
+    """The row contract for up to 8 rows on a CPU: a width that would leave a scalar tail is padded.
+
+    A GPU has no such tail, and prefill's rows have no contract.
+    """
     x = operands[0]
-    return by_rows(op, *operands) if x.device.type == "cpu" and x.shape[0] <= MAX_ROWS else op(*operands)
+    rows, width = x.shape
+    if x.device.type != "cpu" or rows > MAX_ROWS:
+        return op(*operands)
+    tail = -width % LANES
+    if not tail:
+        return by_rows(op, *operands)
+    return by_rows(op, *(F.pad(operand, (0, tail)) for operand in operands))[:, :width]
 
 
 def _per_value_head(x: Tensor, v: Tensor) -> Tensor:
