@@ -29,6 +29,7 @@ from engine.quantize import fake_quantize, quantize
 from tools.nano.corpus import collect, installed_files, manifest
 from tools.nano.optim import Muon
 from tools.nano.tokens import tokenizer_files, train_tokenizer
+from tools.qwen35.card import card
 from tools.qwen35.dflash import block_logits, init
 from tools.qwen35.shape import BITS, GROUP, QwenNano
 
@@ -67,8 +68,8 @@ def main() -> int:
 
     began = time.monotonic()
     model, steps = train_target(shape, stream, args.minutes * 60, args.seed)
-    state = quantized_state(model)
-    model.load_state_dict(state)
+    masters = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(quantized_state(masters))
     loss = held_out_loss(model, held_out)
     target_s = time.monotonic() - began
     print(f"target: {steps} steps in {target_s:.0f} s, held-out loss {loss:.3f} nats a token, quantized")
@@ -89,7 +90,7 @@ def main() -> int:
         "drafter": {"steps": draft_steps, "seconds": round(drafter_s), "sequences": len(tokens), "right": hits},
         "data": manifest(documents, licences),
     }
-    write_target(args.out / "qwen35-nano-4bit", shape, model.state_dict(), tokenizer, facts)
+    write_target(args.out / "qwen35-nano-4bit", shape, masters, tokenizer, facts)
     write_drafter(args.out / "qwen35-nano-dflash", shape, weights)
     return 0
 
@@ -136,10 +137,10 @@ def _straight_through(weight: Tensor) -> Tensor:
     return weight + (fake_quantize(weight, BITS, GROUP) - weight).detach()
 
 
-def quantized_state(model: Any) -> dict[str, Tensor]:
+def quantized_state(masters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every weight as it comes back from the checkpoint: matrices from 4 bits, the others from bf16."""
     state = {}
-    for name, value in model.state_dict().items():
+    for name, value in masters.items():
         stored = value.float()
         if "norm.weight" in name and "linear_attn" not in name:
             state[name] = (stored + 1.0).bfloat16().float() - 1.0  # MLX stores 1 + w
@@ -249,11 +250,14 @@ def _encode(tokenizer: Any, texts: list[str]) -> Tensor:
 
 
 def write_target(
-    folder: Path, shape: QwenNano, state: dict[str, Tensor], tokenizer: Any, facts: dict[str, Any]
+    folder: Path, shape: QwenNano, masters: dict[str, Tensor], tokenizer: Any, facts: dict[str, Any]
 ) -> None:
-    """The target in MLX's layout, its tokenizer, and how it came about."""
+    """The target in MLX's layout, its tokenizer, and how it came about.
+
+    Takes the weights before quantization: to quantize what has been through it gives other codes.
+    """
     tensors: dict[str, Tensor] = {}
-    for name, value in state.items():
+    for name, value in masters.items():
         if name == "lm_head.weight":
             continue
         name = f"language_model.{name}"
@@ -275,6 +279,7 @@ def write_target(
         json.dumps({**settings, "bos_token": None, "add_bos_token": False}, indent=2) + "\n"
     )
     files["chat_template.jinja"] = CHAT_TEMPLATE
+    files["README.md"] = card(facts)
     files["training.json"] = json.dumps(facts, indent=2) + "\n"
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
