@@ -23,8 +23,8 @@ which {data["held_out_files"]} files were held out. Nothing was downloaded.
 
 Training, on a CPU: the target {target["steps"]:,} steps of 1,536 tokens ({target["tokens"] / 1e6:.1f} M) in
 {target["seconds"]} s, the last third on fake-quantized weights; the drafter {drafter["steps"]:,} steps in
-{drafter["seconds"]} s on {drafter["sequences"]} greedy texts of the quantized target and its hidden states. Rates follow
-the clock, so two runs differ in their bits.
+{drafter["seconds"]} s on {drafter["sequences"]} greedy texts of the quantized target and its hidden states. Rates
+follow the clock, so two runs differ in their bits.
 
 Measured on the quantized weights: {target["held_out_loss"]} nats per token on held-out text; shares of right drafts by
 position on texts kept apart, each counted on its own: {right}.
