@@ -107,9 +107,9 @@ _REGISTRY = (
         "sdpa_large_d",
         _SWITCH,
         "1",
-        "decode's fused one-row attention kernel in the sliding layers (head_dim 256 in the real pairs)",
+        "decode's fused one-row attention kernel in the layers of head_dim 256: Gemma's sliding, Qwen's full ones",
         _ONCE,
-        "0 sends sliding layers to the unfused matmul, softmax, matmul path, in classic decode and in verify",
+        "0 sends those layers to the unfused matmul, softmax, matmul path, in classic decode and in verify",
     ),
     Flag(
         "MLXCEL_MTP_ALLOW_INEXACT",

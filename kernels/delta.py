@@ -89,6 +89,7 @@ def delta_rows(inputs: DeltaInputs, state: Tensor, rows: int) -> tuple[Tensor, l
 def delta_chunk(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same recurrence over n rows by matrix products of up to 64 rows: other sums, so other bytes.
 
+    On CUDA its products follow MLX_ENABLE_TF32, as prefill's attention does.
     -> outputs fp32 [n, Hv, Dv] and the state after the last row. The rows of a chunk are a unit lower triangular
     system, (I + A) d = beta (v - e^G S^T k), with A_ij = beta_i e^(G_i - G_j) k_i . k_j for j < i and G the running
     sum of log decays.
