@@ -36,6 +36,7 @@ class Family:
 
     `draft_kind` is the spec's word for how its drafters propose. `shared_problem(target, tokens)` says what is wrong
     with what a drafter is handed after these prompt tokens, or None; `shared_claim` is what holds then.
+    `without_flags` are flags that reach nothing in this family, with the reason: set, they are refused.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Family:
     drafter: Callable[..., Any]
     shared_problem: Callable[[Any, Sequence[int]], str | None]
     shared_claim: str
+    without_flags: Mapping[str, str]
 
 
 def _is_gemma_drafter(raw: Mapping[str, Any]) -> bool:
@@ -72,6 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         Drafter,
         shared_kv_problem,
         "the drafter reads the last layers' K/V",
+        {},
     ),
     Family(
         "qwen35",
@@ -84,6 +87,7 @@ FAMILIES: tuple[Family, ...] = (
         DFlashDrafter,
         tapped_context_problem,
         "the drafter reads the tapped layers' hidden states",
+        {"MLXCEL_COMPILED_QGELU_MLP": "its MLP is a SwiGLU with one kernel"},
     ),
 )
 """The known families."""

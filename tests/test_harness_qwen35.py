@@ -138,6 +138,14 @@ def test_a_pair_of_another_kind_than_the_spec_says_is_refused() -> None:
         Bench(Setup(target=str(gemma.target), drafter=str(gemma.drafter), kind="dflash"))
 
 
+def test_a_flag_that_reaches_nothing_in_this_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignored, it would give two cells of the same bytes, and a reader would conclude something from them."""
+    monkeypatch.setenv("MLXCEL_COMPILED_QGELU_MLP", "0")
+    target, drafter = map(str, qwen_dirs(SMALL))
+    with pytest.raises(EngineError, match="MLXCEL_COMPILED_QGELU_MLP has no counterpart in family qwen35: its MLP is"):
+        Bench(Setup(target=target, drafter=drafter))
+
+
 def test_ops_of_another_family_are_refused() -> None:
     """Gemma's default list on this pair must not pass over its recurrence in silence."""
     target, drafter = map(str, qwen_dirs(SMALL))

@@ -10,7 +10,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -84,6 +84,7 @@ class Bench:
             policy = self._policy(DEFAULT_STAGE)
             self.pair = load_pair(Path(setup.target), drafter, policy, device=setup.device)
             _check_kind(setup.kind, self.pair)
+            _check_flags(self.reading.requested, self.pair)
             self._stages[DEFAULT_STAGE] = self.pair
         self.load_s = time.perf_counter() - began
 
@@ -188,6 +189,13 @@ def _check_kind(kind: str | None, pair: Any) -> None:
     found = pair.family.draft_kind
     if kind not in (None, found) and pair.drafter is not None:
         raise EngineError(f"pair.kind is {kind}, but these checkpoints draft by {found}; write kind: {found}")
+
+
+def _check_flags(requested: Mapping[str, str | None], pair: Any) -> None:
+    """A flag that reaches nothing in this family would make a cell that looks like a result."""
+    for name, reason in pair.family.without_flags.items():
+        if requested.get(name) is not None:
+            raise EngineError(f"{name} has no counterpart in family {pair.family.name}: {reason}; unset it")
 
 
 def sha256_ids(tokens: Sequence[int]) -> str:
