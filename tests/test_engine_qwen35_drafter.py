@@ -14,9 +14,13 @@ from support_dflash import Float64Drafter, MlxDrafter, argmax
 from support_engine import one_thread
 from support_qwen35 import TINY, QwenGeometry, drafter_config, qwen_dirs, random_drafter, random_target, write_drafter
 
+from engine.decode import classic_decode
 from engine.errors import ConfigError, EngineError, PairError
 from engine.pair import Pair, load_pair
+from engine.qwen35.cache import DraftContext
 from engine.qwen35.config import parse_drafter_config
+from engine.requests import GenerationRequest
+from engine.speculative import speculative_decode
 
 LOGITS_ATOL = 2e-4
 ROUNDS = ((3, 7), (0, 7), (3, 3), (7, 7), (1, 1), (2, 6))
@@ -183,3 +187,30 @@ def test_a_drafters_config_is_never_guessed(changes: dict[str, Any], says: str) 
     assert parse_drafter_config(drafter_config()).target_layer_ids == TINY.taps
     with pytest.raises(ConfigError, match=says):
         parse_drafter_config(drafter_config(**changes))
+
+
+def test_a_drafter_that_reads_hidden_states_one_row_late_is_seen_by_acceptance_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Text stays exact whatever the drafter reads; on the trained pair the counters show it (0.60 against 0.21 here)."""
+    checkpoints = Path(__file__).resolve().parent.parent / "specs" / "checkpoints"
+    pair = load_pair(checkpoints / "qwen35-nano-4bit", checkpoints / "qwen35-nano-dflash")
+    assert pair.tokenizer is not None
+    prompt = pair.tokenizer.encode_raw((checkpoints.parent / "prompts" / "docs.txt").read_text(encoding="utf-8"))
+    request = GenerationRequest(prompt, 96, ignore_stop=True)
+    classic = classic_decode(pair.target, request, 0).tokens
+    take = DraftContext.take
+
+    def late(self: DraftContext, length: int) -> torch.Tensor | None:
+        taps = take(self, length)
+        return None if taps is None else taps.roll(1, 0)
+
+    rates = []
+    for handed in (take, late):
+        monkeypatch.setattr(DraftContext, "take", handed)
+        found = speculative_decode(pair.target, pair.drafter, request, 4, 0)
+        assert found.tokens == classic
+        assert found.rounds is not None
+        rates.append(found.rounds.acceptance_rate)
+    assert rates[0] > 0.4
+    assert rates[1] < rates[0] - 0.2
