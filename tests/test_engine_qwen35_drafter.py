@@ -192,12 +192,12 @@ def test_a_drafters_config_is_never_guessed(changes: dict[str, Any], says: str) 
 def test_a_drafter_that_reads_hidden_states_one_row_late_is_seen_by_acceptance_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Text stays exact whatever the drafter reads; on the trained pair the counters show it (0.60 against 0.21 here)."""
+    """Text stays exact whatever the drafter reads; on the trained pair the counters show it (0.60 to 0.21)."""
     checkpoints = Path(__file__).resolve().parent.parent / "specs" / "checkpoints"
     pair = load_pair(checkpoints / "qwen35-nano-4bit", checkpoints / "qwen35-nano-dflash")
     assert pair.tokenizer is not None
     prompt = pair.tokenizer.encode_raw((checkpoints.parent / "prompts" / "docs.txt").read_text(encoding="utf-8"))
-    request = GenerationRequest(prompt, 96, ignore_stop=True)
+    request = GenerationRequest(prompt, 56, ignore_stop=True)
     classic = classic_decode(pair.target, request, 0).tokens
     take = DraftContext.take
 

@@ -64,6 +64,7 @@ def test_the_drafter_in_training_is_the_drafter() -> None:
             assert (found[sequence, block].double() - torch.from_numpy(theirs)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_written_checkpoints_load_and_hold_what_was_trained(tmp_path: Path) -> None:
     """The drafter is distilled on the quantized target: the engine must load that very function."""
     torch.manual_seed(3)
