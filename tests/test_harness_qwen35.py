@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support_engine import one_thread, random_pair_dirs
 from support_qwen35 import TINY, qwen_dirs, qwen_pair
-from support_spec import HEAD, PARITY, PROBE, check_problems, problems_of
+from support_spec import HEAD, PARITY, PROBE, ROOT, check_problems, problems_of
 
 from engine.decision import DecisionMemo, hazard_reason, prepare_mtp
 from engine.errors import EngineError
@@ -224,6 +224,14 @@ def test_the_hazard_gate_declines_on_cuda_in_the_reference_systems_words(head_di
     decision, result = prepare_mtp(Device(qwen_pair(SMALL), head_dim), 4, gate="hazard")
     assert result is None
     assert decision.log_line == f"MTP declined: {VERBATIM}"
+
+
+@pytest.mark.parametrize("name", ["qwen35_4b_dflash", "qwen35_4b_seeded"])
+def test_the_committed_specs_expect_the_hazard_word_by_word(name: str) -> None:
+    """Folded over lines in YAML, one blank too many would only fail on a GPU."""
+    spec = load_spec(ROOT / "specs" / f"{name}.yaml").spec
+    (check,) = (check for check in spec.checks if isinstance(check, m.Decline) and check.gate == "hazard")
+    assert check.expect_reason == VERBATIM
 
 
 def test_the_hazard_gate_leaves_the_decision_to_the_probe_where_its_predicate_does_not_hold() -> None:

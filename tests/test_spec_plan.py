@@ -115,7 +115,14 @@ def test_marks_follow_kind_and_requirements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cells"),
-    [("gemma4_nano", 16), ("gemma4_12b", 16), ("gemma4_31b", 16), ("qwen35_4b_dflash", 12), ("qwen35_nano", 12)],
+    [
+        ("gemma4_nano", 16),
+        ("gemma4_12b", 16),
+        ("gemma4_31b", 16),
+        ("qwen35_4b_dflash", 12),
+        ("qwen35_4b_seeded", 12),
+        ("qwen35_nano", 12),
+    ],
 )
 def test_ids_survive_pytest_k(name: str, cells: int) -> None:
     """`=`, `,` and blanks are operators or separators in a -k word."""
@@ -191,7 +198,9 @@ def test_every_key_has_a_description() -> None:
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
-@pytest.mark.parametrize("name", ["gemma4_nano", "gemma4_12b", "gemma4_31b", "qwen35_4b_dflash", "qwen35_nano"])
+@pytest.mark.parametrize(
+    "name", ["gemma4_nano", "gemma4_12b", "gemma4_31b", "qwen35_4b_dflash", "qwen35_4b_seeded", "qwen35_nano"]
+)
 def test_committed_specs_fit_the_json_schema(name: str) -> None:
     """Editors and pre-commit judge by the schema, the harness by the models: both must agree."""
     validator = jsonschema.Draft202012Validator(json.loads(schema.json_schema()))

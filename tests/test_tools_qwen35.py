@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("transformers", reason="transformers, which the trainer trains, is not installed")
 
@@ -15,11 +16,14 @@ from support_dflash import Float64Drafter
 from support_engine import one_thread
 from support_qwen35 import QwenGeometry
 
+from engine.decision import prepare_mtp
 from engine.pair import load_pair
+from engine.qwen35.config import parse_drafter_config, parse_target_config
 from tools import train_qwen35_nano as trainer
 from tools.nano.tokens import train_tokenizer
 from tools.qwen35.dflash import block_logits, init
 from tools.qwen35.shape import QwenNano
+from tools.seed_qwen35_pair import REAL, write_pair
 
 SHAPE = QwenNano(vocab_size=512, num_hidden_layers=4, taps=(0, 2), hidden_size=64, intermediate_size=64, head_dim=32)
 
@@ -88,6 +92,32 @@ def test_written_checkpoints_load_and_hold_what_was_trained(tmp_path: Path) -> N
             theirs = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
         assert (ours - theirs).abs().max() < 1e-4
         assert len(pair.drafter.draft(tokens[-1], ours, pair.target.shared_kv(caches), 7)) == 7
+
+
+def test_a_seeded_pair_loads_probes_and_is_the_same_again(tmp_path: Path) -> None:
+    """It stands for the real shapes where nobody's weights are: its logits must be alive, and its bytes a seed's."""
+    shape = dataclasses.replace(SHAPE, mask_token_id=500, linear_value_head_dim=32)
+    target, drafter = write_pair(tmp_path / "a", shape, 7)
+    again, _ = write_pair(tmp_path / "b", shape, 7)
+    assert (target / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    with one_thread():
+        pair = load_pair(target, drafter)
+        logits = pair.target.step([5], pair.target.new_caches(), "classic").logits
+        assert 0.5 < logits.float().std().item() < 5
+        decision, _ = prepare_mtp(pair, 4, draws=(8,), walk=False)
+    assert decision.engaged
+
+
+def test_the_seeded_shapes_are_the_ones_that_the_spec_expects() -> None:
+    """A geometry check that could only fail on a GPU would be found there, an hour too late."""
+    text = (Path(__file__).resolve().parent.parent / "specs" / "qwen35_4b_seeded.yaml").read_text(encoding="utf-8")
+    expected = yaml.safe_load(text)["checks"][0]["expect"]
+    found = {
+        "target": parse_target_config(REAL.target_config()),
+        "drafter": parse_drafter_config(REAL.drafter_config()),
+    }
+    for role, fields in ((role, expected[role]) for role in found):
+        assert {name: getattr(found[role], name) for name in fields} == fields
 
 
 def test_every_stop_token_and_mask_lies_in_the_vocabulary() -> None:
