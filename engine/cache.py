@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from typing_extensions import TypeVar
 from engine.config import TextConfig
 from engine.errors import EngineError
 
+if TYPE_CHECKING:
+    from engine.room import Room
+
 MARGIN = 7
 """Ring slots beyond the window: the rows of a block of 8 that a rollback can drop."""
 
 GROWTH_STEP = 256
-"""Rows by which a linear cache grows."""
+"""Rows by which a linear cache grows on its own; a room's grow by more, since each growth costs its graphs."""
 
 
 class Snapshot(NamedTuple):
@@ -60,6 +63,20 @@ class LayerCache(ABC):
     @abstractmethod
     def rollback(self, n: int) -> None:
         """Drop the newest n rows; EngineError when that would uncover rows that are gone."""
+
+    @abstractmethod
+    def touched(self, count: int) -> None:
+        """A kernel has written `count` rows past the last one, which nobody will keep."""
+
+    @abstractmethod
+    def copy_rows(self, other: Self) -> None:
+        """Hold what another cache of the same kind and shape holds, in this one's own buffer."""
+
+    def emptied(self, kv: Tensor) -> Self:
+        """A cache of this kind without rows, over another buffer, whatever that holds."""
+        other = copy.copy(self)
+        other.kv, other.length = kv, 0
+        return other
 
     @abstractmethod
     def first_visible(self, position: int) -> int:
@@ -106,8 +123,11 @@ class LayerCache(ABC):
 class LinearCache(LayerCache):
     """All rows, in buffers that grow by 256."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu", growth: int = GROWTH_STEP
+    ) -> None:
         super().__init__(num_kv_heads, head_dim, 0, dtype, device)
+        self.growth = growth
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append rows, growing where they do not fit."""
@@ -117,13 +137,27 @@ class LinearCache(LayerCache):
 
     def reserve(self, count: int) -> None:
         """Grow where the rows do not fit."""
-        end = self.length + count
+        self.make_room(self.length + count)
+        self.length += count
+
+    def make_room(self, end: int) -> None:
+        """A buffer for positions below `end`, another one where the present one is too small."""
         if end > self.kv.shape[2]:
-            slots = -(-end // GROWTH_STEP) * GROWTH_STEP
-            grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
-            grown[:, :, : self.length] = self.kv[:, :, : self.length]
+            slots = -(-end // self.growth) * self.growth
+            with torch.inference_mode(False):  # a room's buffer outlives the step that made it grow
+                grown = self.kv.new_zeros(2, self.kv.shape[1], slots, self.kv.shape[3])
+                grown[:, :, : self.length] = self.kv[:, :, : self.length]
             self.kv = grown
-        self.length = end
+
+    def touched(self, count: int) -> None:
+        """Nothing is lost: the next rows are written over them."""
+
+    def copy_rows(self, other: Self) -> None:
+        """The rows alone; the buffers may differ in size."""
+        self.length = 0
+        self.make_room(other.length)
+        self.length = other.length
+        self.kv[:, :, : self.length] = other.kv[:, :, : self.length]
 
     def rows(self, first: int, end: int) -> Tensor:
         """A view of the rows."""
@@ -188,6 +222,21 @@ class RingCache(LayerCache):
         """The ring is always whole; only the length moves."""
         self._advance(self.length + count)
 
+    def touched(self, count: int) -> None:
+        """The rows whose slots they took are gone."""
+        self.high_water = max(self.high_water, self.length + count)
+
+    def copy_rows(self, other: Self) -> None:
+        """The whole ring: rows older than the window may come back by a rollback."""
+        self.kv.copy_(other.kv)
+        self.length, self.high_water = other.length, other.high_water
+
+    def emptied(self, kv: Tensor) -> Self:
+        """A ring without rows over another buffer."""
+        other = super().emptied(kv)
+        other.high_water = 0
+        return other
+
     def _advance(self, end: int) -> None:
         self.length = end
         self.high_water = max(self.high_water, end)
@@ -202,10 +251,10 @@ class RingCache(LayerCache):
 
     def rollback(self, n: int) -> None:
         """Drop the newest n rows; after a wrap at most the margin's 7 of the last block."""
-        length = self.length - n
+        length = self.length - n  # every round asks every layer, between two launches: few attributes, no calls
         if n < 0 or length < 0:
             raise EngineError(f"cache: cannot roll back {n} of {self.length} rows")
-        if self.oldest > max(0, length - self.window):
+        if self.high_water > self.slots and self.high_water - self.slots > length - self.window:
             raise EngineError(
                 f"cache: rolling back {n} rows to {length} needs position {max(0, length - self.window)},"
                 f" but the ring holds {self.oldest} and later; roll back at most {MARGIN} rows of the last block"
@@ -229,11 +278,17 @@ class HeldLayer(Protocol):
 
     length: int
 
+    def reserve(self, count: int, /) -> None:
+        """Append rows that a kernel writes itself."""
+
     def rollback(self, n: int, /) -> None:
         """Drop the newest n rows."""
 
     def clone(self) -> Any:
         """An independent copy."""
+
+    def committed(self) -> Tensor:
+        """The logical content; two layers of equal length hold the same when its bits are equal."""
 
     def snapshot(self) -> tuple[int, bytes, bytes]:
         """The logical content, to be compared with `==`."""
@@ -247,10 +302,11 @@ HeldT = TypeVar("HeldT", bound=HeldLayer, default=LayerCache)
 
 
 class CacheSet(Generic[HeldT]):
-    """The caches of all layers, kept at one length."""
+    """The caches of all layers, kept at one length; `room` is set where their buffers are a room's."""
 
-    def __init__(self, layers: Sequence[HeldT]) -> None:
+    def __init__(self, layers: Sequence[HeldT], room: Room | None = None) -> None:
         self.layers = list(layers)
+        self.room = room
 
     def __getitem__(self, layer: int) -> HeldT:
         return self.layers[layer]
@@ -272,11 +328,34 @@ class CacheSet(Generic[HeldT]):
         for layer in self.layers:
             layer.rollback(n)
 
+    def reserve(self, count: int) -> None:
+        """Append `count` rows to every layer, at most a block of 8, that kernels write themselves."""
+        for layer in self.layers:
+            layer.reserve(count)
+
     def clone(self) -> Self:
-        """An independent copy."""
-        other = copy.copy(self)
-        other.layers = [layer.clone() for layer in self.layers]
-        return other
+        """An independent copy, in a room of its own where this one has one."""
+        if self.room is None:
+            other = copy.copy(self)
+            other.layers = [layer.clone() for layer in self.layers]
+            return other
+        roomy = self.room.another()
+        for mine, its in zip(self.layers, roomy.layers, strict=True):
+            its.copy_rows(cast("LayerCache", mine))  # rooms hold K/V alone
+        return cast("Self", roomy)
+
+    def first_difference(self, other: Self) -> tuple[int | None, int]:
+        """First layer whose committed rows differ in a byte, compared where they lie, and the bytes compared.
+
+        None for the layer when all are equal; as in a snapshot, a layer's first position counts 8 bytes.
+        """
+        compared = 0
+        for index, (ours, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
+            mine, its = ours.committed(), theirs.committed()
+            if ours.length != theirs.length or mine.shape != its.shape or not torch.equal(_words(mine), _words(its)):
+                return index, compared
+            compared += 8 + mine.numel() * mine.element_size()
+        return None, compared
 
     @property
     def nbytes(self) -> int:
@@ -288,15 +367,20 @@ class CacheSet(Generic[HeldT]):
         return [layer.snapshot() for layer in self.layers]
 
 
-def new_caches(config: TextConfig, dtype: torch.dtype, device: str = "cpu") -> CacheSet:
+def new_caches(config: TextConfig, dtype: torch.dtype, device: str = "cpu", growth: int = GROWTH_STEP) -> CacheSet:
     """Empty caches for a target: a ring per sliding layer, a linear cache per full layer."""
     layers: list[LayerCache] = []
     for shape in config.layers:
         if shape.kind == "sliding":
             layers.append(RingCache(shape.num_kv_heads, shape.head_dim, config.sliding_window, dtype, device))
         else:
-            layers.append(LinearCache(shape.num_kv_heads, shape.head_dim, dtype, device))
+            layers.append(LinearCache(shape.num_kv_heads, shape.head_dim, dtype, device, growth))
     return CacheSet(layers)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same bits as integers, so that -0.0 differs from 0.0 and a NaN equals itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _bytes(x: Tensor) -> bytes:

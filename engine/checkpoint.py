@@ -10,7 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.quantize import GROUP_SIZE, dequantize
+from engine.reading import DTYPES, Meter, read_tensor
 from kernels import Stored, Weight
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,12 +48,13 @@ _FLOATS = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored tensor: its file, the name inside it, dtype as safetensors spells it, shape."""
+    """One stored tensor: its file, the name inside it, dtype as safetensors spells it, shape, first byte there."""
 
     file: Path
     stored_name: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     entries: Mapping[str, Entry]
     quantization: Quantization | None
+    meter: Meter = field(default_factory=Meter, compare=False)
 
     @property
     def name(self) -> str:
@@ -94,25 +97,23 @@ class Checkpoint:
 
     def weight(self, module: str, dtype: torch.dtype, device: str = "cpu") -> Weight:
         """A module's matrix [N, K] in `dtype`, dequantized when asked for where it is stored in 4 or 8 bits."""
-        data = self.tensor(f"{module}.weight")
+        data = self.tensor(f"{module}.weight", device)
         spec = self._bits_of(module)
         if spec is None:
-            return Weight(data.to(device=device, dtype=dtype), data.element_size() * 8)
+            return Weight(data.to(dtype), data.element_size() * 8)
         bits, group = spec
-        words, scales, biases = (
-            x.to(device) for x in (data, *map(self.tensor, (f"{module}.scales", f"{module}.biases")))
-        )
+        words, scales, biases = data, self.tensor(f"{module}.scales", device), self.tensor(f"{module}.biases", device)
         stored = Stored(words, scales, biases) if group == GROUP_SIZE else None
         return Weight(lambda: dequantize(words, scales, biases, bits, group, dtype), bits, stored, dtype)
 
-    def tensor(self, name: str) -> Tensor:
-        """A stored tensor as it is."""
+    def tensor(self, name: str, device: str = "cpu") -> Tensor:
+        """A stored tensor as it is, on the device."""
         entry = self.entries.get(name)
         if entry is None:
             raise self._fail("", f"tensor {name} is missing; the download may be incomplete")
-        with safe_open(str(entry.file), framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(entry.stored_name)
-        return tensor
+        if entry.dtype not in DTYPES:
+            raise self._fail(entry.file.name, f"{name} has dtype {entry.dtype}; it cannot be read")
+        return read_tensor(entry.file, entry.start, entry.dtype, entry.shape, device, self.meter)
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the files: name, sizes, sha256 of config, index, and the files that turn text into ids."""
@@ -218,7 +219,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = _read_json(path / "config.json")
     entries: dict[str, Entry] = {}
     for file in _weight_files(path):
-        for stored, (dtype, shape) in read_header(file).items():
+        for stored, (dtype, shape, start) in read_header(file).items():
             name = _normalise(stored)
             if name is None:
                 continue
@@ -226,12 +227,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"{path.name}/{file.name}: {stored} is also in {entries[name].file.name}; remove one of them"
                 )
-            entries[name] = Entry(file, stored, dtype, shape)
+            entries[name] = Entry(file, stored, dtype, shape, start)
     return Checkpoint(path, config, entries, _quantization(config, path.name))
 
 
-def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) from a safetensors header, after checking it against the file's size."""
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Name -> (dtype, shape, first byte) from a safetensors header, after checking it against the file's size."""
     where = f"{file.parent.name}/{file.name}"
     size = file.stat().st_size
     with file.open("rb") as handle:
@@ -243,13 +244,14 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             header = json.loads(handle.read(length))
         except ValueError as error:
             raise CheckpointError(f"{where}: the header is not JSON ({error}); fetch the file again") from error
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
     end = 0
     try:
         for name, entry in header.items():
             if name != "__metadata__":
-                tensors[name] = (str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
-                end = max(end, int(entry["data_offsets"][1]))
+                first, last = (int(offset) for offset in entry["data_offsets"])
+                tensors[name] = (str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), 8 + length + first)
+                end = max(end, last)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{where}: the header is malformed ({error!r}); fetch the file again") from error
     if 8 + length + end != size:

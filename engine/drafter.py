@@ -7,7 +7,7 @@ the target's width, and gives logits over its own tied table and the vector for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,14 @@ from torch import Tensor
 from engine.checkpoint import Checkpoint
 from engine.config import DrafterConfig, Kind, LayerShape
 from engine.dispatch import DispatchPolicy
+from engine.drafts import Drafts
 from engine.errors import EngineError, PairError
+from engine.fused import tables_upto
+from engine.fused_draft import DraftWeights, fused_draft
+from engine.kv import LentKV, SharedKV
 from engine.layers import LayerWeights, Run, rope_tables, run_layer
-from engine.target import SharedKV, Target
+from engine.room import IDS, Room
+from engine.target import Target
 from engine.weights import drafter_tensors, layer_weights
 from kernels import Kernels, Linear, kernels_for
 
@@ -26,8 +31,6 @@ SharedPairs = dict[Kind, tuple[Tensor, Tensor, int]]
 
 class Drafter:
     """A loaded drafter; `bind` ties it to the target whose embeddings and K/V it reads."""
-
-    one_pass = False
 
     def __init__(
         self,
@@ -98,16 +101,22 @@ class Drafter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     @torch.inference_mode()
-    def draft(self, token: int, hidden: Tensor, shared: SharedKV, count: int, position_offset: int = -1) -> list[int]:
+    def draft(
+        self, token: int, hidden: Tensor, shared: SharedKV | LentKV, count: int, position_offset: int = -1
+    ) -> Sequence[int]:
         """`count` greedy proposals after `token`; hidden [B] is the target's, final norm applied.
 
         The rotary position is `shared.length + position_offset` in every step of the round: -1 is the last
-        committed position, 0 the token's own.
+        committed position, 0 the token's own. Over caches with a room the proposals stay on the device until they are
+        looked at.
         """
+        fused = self.kernels.fused is not None and self.policy.flags.use_cuda_graphs
+        if isinstance(shared, LentKV) and fused and position_offset == -1 and count:
+            return self._recorded_chain(token, hidden, shared, count)
         pairs = _pairs(shared, self.kernels.backend)
         vector, proposals = hidden.view(1, -1), []
         for step in range(count):
@@ -119,10 +128,75 @@ class Drafter:
         return proposals
 
     @torch.inference_mode()
-    def draft_step(self, token: int, vector: Tensor, shared: SharedKV, position: int) -> tuple[Tensor, Tensor]:
+    def draft_step(self, token: int, vector: Tensor, shared: SharedKV | LentKV, position: int) -> tuple[Tensor, Tensor]:
         """One step at a rotary position: (logits [V], vector [B] for the next step)."""
         y = self._forward(token, vector.view(1, -1), _pairs(shared, self.kernels.backend), position)
         return self.kernels.linear_any(y, self._head)[0], self.kernels.linear_any(y, self._post)[0]
+
+    def _recorded_chain(self, token: int, hidden: Tensor, shared: LentKV, count: int) -> Drafts:
+        """Run the recording of a chain of so many steps over the room of the target's caches."""
+        room = shared.caches.room
+        assert isinstance(room, Room)
+        max_keys = room.fit(shared.caches, shared.length + 1 + count)
+        room.send([token], shared.length)
+        room.vector[0].copy_(hidden)
+        replay = self.recording(shared, count, max_keys)
+        room.mark(0)
+        replay()
+        room.mark(1)
+
+        def read() -> list[int]:
+            room.fetch()
+            return room.wait()[IDS + 1 : IDS + 1 + count]
+
+        drafts = Drafts(token, count, read, room.span)
+        room.drafted = drafts
+        return drafts
+
+    def recording(
+        self, shared: LentKV, count: int, max_keys: int, verified: Tensor | None = None
+    ) -> Callable[[], None]:
+        """What drafts `count` tokens over the room of the target's caches, as its words say.
+
+        With `verified`, the states [8, H] that a verify step of count + 1 rows leaves, it carries on behind what that
+        step accepts.
+        """
+        room, target = shared.caches.room, self._target
+        if target is None:
+            raise EngineError("drafter: not bound to a target; call bind(target) first")
+        assert isinstance(room, Room)
+
+        def run() -> object:
+            ops = self.kernels.fused
+            assert ops is not None
+            if verified is not None:
+                ops.accept(room.ids, room.best, verified, room.position, room.draft_position, room.vector, count + 1)
+            weights = self._fused(target)
+            kv = {kind: room.kv[layer] for kind, layer in shared.layers.items()}
+            tables = tables_upto(self._tables, max_keys)
+            out = room.ids[1 : 1 + count]
+            fused_draft(ops, weights, room.ids, room.vector, room.draft_position, kv, tables, max_keys, count, out)
+            return tables, weights, verified  # the recording reads them, so it keeps them
+
+        key = ("draft", count, None if verified is None else verified.data_ptr(), self, self.kernels.fused)
+        return room.recorded(key, run)[0]
+
+    def _fused(self, target: Target) -> DraftWeights:
+        """The chain's weights, the target's table among them."""
+        bits = {layer.gate_up.bits for layer in self._layers}
+        return DraftWeights(
+            shapes=self._shapes,
+            layers=tuple(self._layers),
+            embedding=target.head,
+            embed_scale=target.embed_scale,
+            pre=self._pre,
+            post=self._post,
+            head=self._head,
+            final_norm=self._norm,
+            window=target.config.sliding_window,
+            eps=self.config.rms_norm_eps,
+            fused_geglu={width: self.policy.geglu(1, width, True) == "fused" for width in bits},
+        )
 
     def _forward(self, token: int, vector: Tensor, pairs: SharedPairs, position: int) -> Tensor:
         """Final-normed state [1, h]."""
@@ -151,7 +225,7 @@ class Drafter:
         return kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
 
 
-def _pairs(shared: SharedKV, backend: str) -> SharedPairs:
+def _pairs(shared: SharedKV | LentKV, backend: str) -> SharedPairs:
     """The shared K and V with the position of their first key.
 
     The reference backend computes in fp32: widening is exact, and cheaper once per round than in every layer.

@@ -7,15 +7,15 @@ that it replaces, so a step may take this path or the plain one and nobody can t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.cache import CacheSet
 from engine.config import Kind, LayerShape
 from engine.layers import LayerWeights, RopeTable
-from kernels import MAX_ROWS, FusedOps, Linear
+from kernels import FusedOps, Linear
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class FusedWeights:
     head: Linear
     final_norm: Tensor
     embed_scale: Tensor
-    tables: dict[Kind, RopeTable]
     window: int
     eps: float
     softcap: float | None
@@ -51,35 +50,38 @@ class FusedOutput:
     ids: Tensor
 
 
+Tables = dict[Kind, tuple[Tensor, Tensor]]
+"""cos and sin fp32 [positions, 1, D] of each layer kind."""
+
+
 def fused_step(
-    ops: FusedOps, weights: FusedWeights, choice: Choice, ids: Tensor, rows: int, caches: CacheSet
+    ops: FusedOps,
+    weights: FusedWeights,
+    choice: Choice,
+    ids: Tensor,
+    position: Tensor,
+    rows: int,
+    kv: Sequence[Tensor],
+    tables: Tables,
+    max_keys: int,
 ) -> FusedOutput:
-    """Append `rows` rows of ids int32 [8] to every cache and compute their logits."""
-    first = caches.length
-    position = torch.full((1,), first, dtype=torch.int32, device=ids.device)
+    """Compute `rows` rows of ids int32 [8] from position int32 [1] on, and write their k and v into every layer's kv.
+
+    Nothing here waits for the device or depends on a value there, so a call may be recorded and run again. kv are the
+    layers' cache buffers; position + rows stays at most max_keys and within the tables.
+    """
     product = ops.product_rows if choice.per_row else ops.product
     h = ops.embed(weights.head, ids, weights.embed_scale, rows)
     packed = ops.norm(h, weights.layers[0].input_norm, weights.eps, rows, weights.layers[0].qkv)
     hidden = torch.empty_like(h)
     for index, (shape, w) in enumerate(zip(weights.shapes, weights.layers, strict=True)):
         last = index + 1 == len(weights.layers)
-        cache = caches[index]
-        cache.reserve(rows)
-        table = weights.tables[shape.kind]
-        table.rows(first, MAX_ROWS)
+        cos, sin = tables[shape.kind]
         q = ops.heads(
-            product(packed, w.qkv, rows),
-            w.norm_heads,
-            table.cos,
-            table.sin,
-            position,
-            rows,
-            shape,
-            cache.kv,
-            weights.eps,
+            product(packed, w.qkv, rows), w.norm_heads, cos, sin, position, rows, shape, kv[index], weights.eps
         )
         window = weights.window if shape.kind == "sliding" else None
-        packed = ops.attend(q, cache.kv, position, rows, window, first + rows, w.o)
+        packed = ops.attend(q, kv[index], position, rows, window, max_keys, w.o)
         a, packed = ops.residual(
             product(packed, w.o, rows),
             h,
@@ -104,5 +106,13 @@ def fused_step(
             weights.head if last else weights.layers[index + 1].qkv,
             hidden if last else None,
         )
-    logits, best = ops.head(product(packed, weights.head, rows), rows, weights.softcap)
+    logits, best = ops.head(product(packed, weights.head, rows), rows, weights.softcap, True)
+    assert logits is not None
     return FusedOutput(logits, hidden, best)
+
+
+def tables_upto(tables: dict[Kind, RopeTable], end: int) -> Tables:
+    """Tables of positions below `end`; hold on to them, since a table that grows later is another one."""
+    for table in tables.values():
+        table.rows(0, end)
+    return {kind: (table.cos, table.sin) for kind, table in tables.items()}

@@ -7,6 +7,7 @@ comes after loading goes through `engine.protocols` and does not know the family
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Any, Literal
 
 import torch
 
+from engine import reading
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import DRAFTER_TYPES, TARGET_TYPES, parse_drafter_config, parse_target_config
 from engine.dispatch import DispatchPolicy
 from engine.drafter import Drafter
 from engine.errors import ConfigError, PairError
+from engine.path import kernel_path
 from engine.qwen35 import config as qwen35
+from engine.qwen35 import path as qwen35_path
 from engine.qwen35.drafter import DFlashDrafter
 from engine.qwen35.shared import tapped_context_problem
 from engine.qwen35.target import Qwen35Target
@@ -37,6 +41,7 @@ class Family:
     `draft_kind` is the spec's word for how its drafters propose. `shared_problem(target, tokens)` says what is wrong
     with what a drafter is handed after these prompt tokens, or None; `shared_claim` is what holds then.
     `without_flags` are flags that reach nothing in this family, with the reason: set, they are refused.
+    `kernel_path` names the kernels of a block and of classic decode, as `engine.path.kernel_path` does.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Family:
     shared_problem: Callable[[Any, Sequence[int]], str | None]
     shared_claim: str
     without_flags: Mapping[str, str]
+    kernel_path: Callable[..., dict[str, str]]
 
 
 def _is_gemma_drafter(raw: Mapping[str, Any]) -> bool:
@@ -75,6 +81,7 @@ FAMILIES: tuple[Family, ...] = (
         shared_kv_problem,
         "the drafter reads the last layers' K/V",
         {},
+        kernel_path,
     ),
     Family(
         "qwen35",
@@ -88,6 +95,7 @@ FAMILIES: tuple[Family, ...] = (
         tapped_context_problem,
         "the drafter reads the tapped layers' hidden states",
         {"MLXCEL_COMPILED_QGELU_MLP": "its MLP is a SwiGLU with one kernel"},
+        qwen35_path.kernel_path,
     ),
 )
 """The known families."""
@@ -111,7 +119,7 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> tuple[Famil
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its drafter and tokenizer where there are any, and what identifies the checkpoints."""
+    """A target, its drafter and tokenizer where there are any, what identifies the checkpoints, and load times."""
 
     target: Any
     drafter: Any
@@ -137,8 +145,11 @@ def load_pair(
 ) -> Pair:
     """Load a pair; CheckpointError, ConfigError or PairError say what is wrong with which folder."""
     policy = policy or DispatchPolicy()
+    clock = _Clock(device)
     if device.startswith("cuda"):
         torch.backends.cuda.matmul.allow_tf32 = policy.flags.enable_tf32
+        torch.zeros(1, device=device)  # the driver's context: seconds that belong to no checkpoint
+    clock.lap("device")
     checkpoint, family = _open(target_dir, "target")
     draft_checkpoint = None
     if drafter_dir is not None:
@@ -149,7 +160,10 @@ def load_pair(
                 f"{family.name} target; give the drafter that was made for it"
             )
     config = family.target_config(checkpoint.config, f"{checkpoint.name}/config.json")
+    clock.lap("open")
     target = family.target(checkpoint, config, policy, device, dtype)
+    clock.lap("prepare")
+    clock.split("prepare", "read", checkpoint.meter.seconds)
     info: dict[str, Any] = {"target": _describe(checkpoint, target.nbytes), "drafter": None}
     drafter = None
     if draft_checkpoint is not None:
@@ -157,10 +171,38 @@ def load_pair(
         drafter = family.drafter(draft_checkpoint, draft_config, policy, device, dtype)
         drafter.bind(target)
         info["drafter"] = _describe(draft_checkpoint, drafter.nbytes)
+        clock.lap("drafter")
     tokenizer = None
     if (target_dir / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(target_dir)
+    reading.release()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what repacking took; another child may need it
+    clock.lap("tokenizer")
+    info["phases"] = clock.phases
     return Pair(target, drafter, tokenizer, info, family)
+
+
+class _Clock:
+    """Seconds of each phase of a load, the device's work included."""
+
+    def __init__(self, device: str) -> None:
+        self.phases: dict[str, float] = {}
+        self._cuda = device.startswith("cuda")
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap belongs to this phase."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self._last = now
+
+    def split(self, whole: str, part: str, seconds: float) -> None:
+        """Some of the last phase's time was another phase, woven into it."""
+        rest = self.phases.pop(whole) - seconds
+        self.phases |= {part: seconds, whole: rest}
 
 
 def _open(path: Path, role: Role) -> tuple[Checkpoint, Family]:

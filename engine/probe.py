@@ -318,6 +318,10 @@ def compare_rows(chain: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[int |
 
 def compare_caches(chain_caches: Any, block_caches: Any) -> tuple[int | None, int, int]:
     """First layer whose K/V bytes differ, with its counts; (None, 0, all bytes) when none does."""
+    if hasattr(chain_caches, "first_difference"):  # gigabytes on a GPU: only a difference is worth the way to the host
+        layer, total = chain_caches.first_difference(block_caches)
+        if layer is None:
+            return None, 0, total
     compared = 0
     chain, block = chain_caches.snapshot_bytes(), block_caches.snapshot_bytes()
     for layer, (ours, theirs) in enumerate(zip(chain, block, strict=True)):

@@ -88,10 +88,7 @@ class TargetLike(Protocol):
 
 
 class DrafterLike(Protocol):
-    """Proposes tokens from the target's hidden state and what `shared_kv` hands it.
-
-    `one_pass` (of a loaded drafter) says whether a call costs one forward whatever the number of drafts.
-    """
+    """Proposes tokens from the target's hidden state and what `shared_kv` hands it."""
 
     def draft(self, token: int, hidden: Tensor, shared: Any, count: int) -> Sequence[int]:
         """`count` proposals that follow `token`."""

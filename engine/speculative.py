@@ -8,15 +8,17 @@ every emitted token is the target's own argmax.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.decode import OnToken
+from engine.drafts import DraftedBlock, Drafts
 from engine.errors import EngineError, RequestError
 from engine.prefill import run_prefill
 from engine.protocols import DrafterLike, TargetLike
 from engine.requests import GenerationRequest, validate_request
+from engine.rounds import Round, can_run_ahead, rounds
 from engine.stats import FinishReason, Generation, RoundStats, Timing
 
 MAX_BLOCK_SIZE = 8
@@ -85,31 +87,29 @@ def speculative_decode(
     hidden, stopped = prefill.hidden, request.stops_at(prefill.first_token)
     accepted_per_round: list[int] = []
     draft_s = verify_s = 0.0
+    carried, size = prefill.first_token, block_size
+    if accept is accepted_prefix and on_round is None and can_run_ahead(target, drafter, caches, size):
+        source = rounds(target, drafter, caches, carried, hidden, size, lambda: request.max_tokens - len(tokens))
+    else:
+        source = _rounds(target, drafter, caches, carried, hidden, size)
     while not stopped and len(tokens) < request.max_tokens:
         mark = time.perf_counter()
-        carried_token = tokens[-1]
-        draft_tokens: tuple[int, ...] = ()
-        if drafter is not None and block_size > 1:
-            shared = target.shared_kv(caches)
-            draft_tokens = tuple(drafter.draft(carried_token, hidden, shared, block_size - 1))
-            _check_drafts(draft_tokens, block_size - 1, target.config.vocab_size)
-        drafted = time.perf_counter()
-        output = target.step([carried_token, *draft_tokens], caches, "verify")
-        accepted = accept(draft_tokens, output.argmax)
-        bonus_token = output.argmax[accepted]
-        emitted, stopped = request.cut([*draft_tokens[:accepted], bonus_token], len(tokens))
-        hidden = output.hidden[accepted].clone()
+        done = next(source)
+        accepted = accept(done.draft_tokens, done.argmax)
+        bonus_token = done.argmax[accepted]
+        emitted, stopped = request.cut([*done.draft_tokens[:accepted], bonus_token], len(tokens))
         # The carried row stays, and a row for each emitted token but the newest, which is carried next.
         caches.rollback(block_size - len(emitted))
         tokens.extend(emitted)
         accepted_per_round.append(accepted)
-        draft_s += drafted - mark
-        verify_s += time.perf_counter() - drafted
+        draft_s += done.draft_s
+        verify_s += time.perf_counter() - mark - done.draft_s
         if on_token:
             for token in emitted:
                 on_token(token)
         if on_round:
-            on_round(RoundEvent(len(accepted_per_round) - 1, draft_tokens, accepted, emitted, caches))
+            on_round(RoundEvent(len(accepted_per_round) - 1, done.draft_tokens, accepted, emitted, caches))
+    source.close()
     finish: FinishReason = "stop" if stopped else "length"
     return Generation(
         tuple(tokens),
@@ -117,6 +117,31 @@ def speculative_decode(
         Timing(prefill.seconds, time.perf_counter() - began),
         rounds=RoundStats(block_size, tuple(accepted_per_round), len(tokens) - 1, draft_s, verify_s),
     )
+
+
+def _rounds(
+    target: TargetLike, drafter: DrafterLike | None, caches: Any, carried: int, hidden: Any, block_size: int
+) -> Generator[Round]:
+    """A round each time one is asked for; what the caller keeps of its rows decides where the next one goes on."""
+    while True:
+        mark = time.perf_counter()
+        first = caches.length
+        drafts: Sequence[int] = ()
+        if drafter is not None and block_size > 1:
+            drafts = drafter.draft(carried, hidden, target.shared_kv(caches), block_size - 1)
+        block: Sequence[int]
+        if isinstance(drafts, Drafts):  # on the device: verify takes them from there, and the host looks once
+            block = DraftedBlock(drafts)
+        else:
+            drafts = tuple(drafts)
+            _check_drafts(drafts, block_size - 1, target.config.vocab_size)
+            block = [carried, *drafts]
+        drafted = time.perf_counter()
+        output = target.step(block, caches, "verify")
+        spent = drafts.seconds if isinstance(drafts, Drafts) else drafted - mark
+        yield Round(tuple(drafts), list(output.argmax), spent)
+        accepted = caches.length - first - 1
+        carried, hidden = output.argmax[accepted], output.hidden[accepted].clone()
 
 
 def _check_drafts(draft_tokens: Sequence[int], count: int, vocab_size: int) -> None:

@@ -21,9 +21,12 @@ from engine.capture import FINAL_KIND, Capture
 from engine.checkpoint import Checkpoint
 from engine.config import TargetConfig
 from engine.dispatch import DispatchPolicy
+from engine.drafts import DraftedBlock
 from engine.errors import EngineError
-from engine.fused import Choice, FusedWeights, fused_step
+from engine.fused import Choice, FusedOutput, FusedWeights, Tables, fused_step, tables_upto
+from engine.kv import LentKV, SharedKV
 from engine.layers import LayerWeights, Run, padded_ids, rope_tables, run_layer
+from engine.room import BEST, IDS, ROOM_STEP, CudaRecorder, Recorder, Room, Rooms
 from engine.weights import layer_weights, target_tensors
 from kernels import MAX_ROWS, Kernels, Linear, kernels_for
 
@@ -37,19 +40,6 @@ class StepOutput:
     logits: Tensor
     hidden: Tensor
     argmax: list[int]
-
-
-@dataclass(frozen=True)
-class SharedKV:
-    """Committed K and V, each [Hkv, K, D], of the last sliding (at most a window) and the last full layer.
-
-    `length` is the number of committed positions. The tensors may be views into the caches: use them before
-    the next step.
-    """
-
-    sliding: tuple[Tensor, Tensor]
-    full: tuple[Tensor, Tensor]
-    length: int
 
 
 class Target:
@@ -75,7 +65,7 @@ class Target:
         table = checkpoint.weight("embed_tokens", dtype, device)
         self._head = self.kernels.prepare(table)
         self._embedding = self.kernels.table(table, self._head)
-        self._embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
+        self.embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
         self._norm = checkpoint.tensor("norm.weight").float().to(device)
         self._tables = rope_tables(config, device)
         self._mlp_bits = {layer.gate_up.bits for layer in self._layers}
@@ -84,12 +74,22 @@ class Target:
             layers=tuple(self._layers),
             head=self._head,
             final_norm=self._norm,
-            embed_scale=self._embed_scale,
-            tables=self._tables,
+            embed_scale=self.embed_scale,
             window=config.sliding_window,
             eps=config.rms_norm_eps,
             softcap=config.final_logit_softcapping,
         )
+        self._rooms: Rooms | None = None
+        if device.startswith("cuda") and policy.flags.use_cuda_graphs:
+            self.record_steps(CudaRecorder())
+
+    def record_steps(self, recorder: Recorder, growth: int = ROOM_STEP) -> None:
+        """From now on give caches a room, and run a step that has fused ops as a recording over it.
+
+        A room's linear caches start with `growth` rows and grow by as many.
+        """
+        config, dtype, device = self.config, self.dtype, self.device
+        self._rooms = Rooms(lambda: new_caches(config, dtype, device, growth), recorder, config.hidden_size)
 
     def with_policy(self, policy: DispatchPolicy) -> Target:
         """The same weights under another policy."""
@@ -116,17 +116,24 @@ class Target:
         yield "LM head", self._head
 
     @property
+    def head(self) -> Linear:
+        """The tied table as the backend holds it."""
+        return self._head
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     def new_caches(self) -> CacheSet:
         """Empty caches."""
+        if self._rooms is not None and self.kernels.fused is not None:
+            return self._rooms.take()
         return new_caches(self.config, self.dtype, self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Scaled embeddings [n, H] of ids [n]."""
-        return self.kernels.embed(self._embedding, ids, self._embed_scale)
+        return self.kernels.embed(self._embedding, ids, self.embed_scale)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], caches: CacheSet, capture: Capture | None = None) -> Tensor:
@@ -195,18 +202,133 @@ class Target:
             plain or any(policy.attention(rows, kind, decode) != "row" for kind in self._tables)
         )
 
-    def _fused_step(self, tokens: Sequence[int], caches: CacheSet, decode: bool) -> StepOutput:
-        """The same step in few launches."""
-        ops, rows = self.kernels.fused, len(tokens)
-        assert ops is not None
+    def _choice(self, rows: int, decode: bool) -> Choice:
+        """What dispatch decides for a step that has fused ops."""
         geglu = {bits: self.policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
-        choice = Choice(self.policy.linear(rows) == "per_row", geglu)
-        found = fused_step(ops, self._fused, choice, padded_ids(list(tokens), self.device).int(), rows, caches)
+        return Choice(self.policy.linear(rows) == "per_row", geglu)
+
+    def _recorded(self, rows: int, decode: bool, caches: CacheSet) -> Room | None:
+        """The room over which a step of so many rows runs as a recording, or None."""
+        return caches.room if self.policy.flags.use_cuda_graphs and self._fusable(rows, decode) else None
+
+    def _fused_step(self, tokens: Sequence[int], caches: CacheSet, decode: bool) -> StepOutput:
+        """The same step in few launches, as a recording where the caches have a room."""
+        rows, choice = len(tokens), self._choice(len(tokens), decode)
+        room = self._recorded(rows, decode, caches)
+        if room is not None:
+            return self._recorded_step(tokens, caches, room, choice)
+        first = caches.length
+        caches.reserve(rows)
+        ids = padded_ids(list(tokens), self.device).int()
+        position = torch.full((1,), first, dtype=torch.int32, device=self.device)
+        kv = [layer.kv for layer in caches.layers]
+        found = self._launch(choice, ids, position, rows, kv, tables_upto(self._tables, first + MAX_ROWS), first + rows)
         return StepOutput(found.logits[:rows], found.hidden[:rows], found.ids[:rows].tolist())
+
+    def recorded_verify(self, caches: CacheSet, rows: int, max_keys: int) -> tuple[Callable[[], None], FusedOutput]:
+        """What runs a verify step of so many rows over the room of these caches, and where it leaves its results."""
+        assert caches.room is not None
+        return self._recording(caches.room, self._choice(rows, False), rows, max_keys, False)
+
+    def runs_ahead(self, caches: CacheSet, rows: int) -> bool:
+        """Whether verify steps of so many rows over these caches are recordings."""
+        return self._recorded(rows, False, caches) is not None
+
+    def _recording(
+        self, room: Room, choice: Choice, rows: int, max_keys: int, advance: bool
+    ) -> tuple[Callable[[], None], FusedOutput]:
+        """A step over a room's buffers for every context that they hold; with `advance`, of the token just found."""
+
+        def run() -> tuple[FusedOutput, Tables]:
+            if advance:
+                room.advance()
+            tables = tables_upto(self._tables, max_keys + MAX_ROWS)
+            found = self._launch(choice, room.ids, room.position, rows, room.kv, tables, max_keys)
+            room.best.copy_(found.ids)
+            return found, tables  # the recording reads the tables, so it keeps them
+
+        geglu = tuple(sorted(choice.fused_geglu.items()))
+        replay, (found, _) = room.recorded(("step", rows, choice.per_row, geglu, advance, self.kernels.fused), run)
+        return replay, found
+
+    def _recorded_step(self, tokens: Sequence[int], caches: CacheSet, room: Room, choice: Choice) -> StepOutput:
+        """Run the recording of a step of so many rows."""
+        rows, first = len(tokens), caches.length
+        max_keys = room.fit(caches, first + rows)
+        drafts = tokens.drafts if isinstance(tokens, DraftedBlock) else None
+        if drafts is None or room.drafted is not drafts:
+            room.send(list(tokens), first)
+        replay, found = self._recording(room, choice, rows, max_keys, False)
+        replay()
+        room.fetch()
+        # Copies: the recording's next run fills its own results anew.
+        logits, hidden = found.logits[:rows].clone(), found.hidden[:rows].clone()
+        caches.reserve(rows)
+        words = room.wait()
+        if drafts is not None:
+            drafts.found(words[IDS + 1 : IDS + rows])
+        return StepOutput(logits, hidden, words[BEST : BEST + rows])
+
+    def chain(self, token: int, caches: CacheSet, count: int) -> Iterator[int]:
+        """Classic decode of `count` tokens after `token`, a step each time one is asked for.
+
+        As recordings, the next step is launched before the host has looked at the token of this one. Caches hold the
+        rows of what was taken, never of what ran ahead.
+        """
+        room = self._recorded(1, True, caches)
+        if room is not None:
+            yield from self._ahead(token, caches, room, count)
+            return
+        for _ in range(count):
+            token = self.step([token], caches, "classic").argmax[0]
+            yield token
+
+    def _ahead(self, token: int, caches: CacheSet, room: Room, count: int) -> Iterator[int]:
+        choice, slot, running, max_keys = self._choice(1, True), 0, False, 0
+        try:
+            for left in reversed(range(count)):
+                first = caches.length
+                with torch.inference_mode():
+                    if not running:
+                        max_keys = room.fit(caches, first + 1)
+                        room.send([token], first)
+                        self._recording(room, choice, 1, max_keys, False)[0]()
+                        room.fetch(slot)
+                    running = left > 0 and first + 2 <= max_keys  # buffers grow only when nothing is on its way
+                    if running:
+                        self._recording(room, choice, 1, max_keys, True)[0]()
+                        room.fetch(1 - slot)
+                    token = room.wait(slot)[BEST]
+                caches.reserve(1)
+                slot = 1 - slot
+                yield token
+        finally:
+            if running:
+                for layer in caches.layers:
+                    layer.touched(1)
+
+    def _launch(
+        self,
+        choice: Choice,
+        ids: Tensor,
+        position: Tensor,
+        rows: int,
+        kv: Sequence[Tensor],
+        tables: Tables,
+        max_keys: int,
+    ) -> FusedOutput:
+        ops = self.kernels.fused
+        assert ops is not None
+        return fused_step(ops, self._fused, choice, ids, position, rows, kv, tables, max_keys)
 
     @torch.inference_mode()
     def unpadded_step(self, token: int, caches: CacheSet) -> int:
-        """A classic step with 1-row shapes, for timing only; its bytes may differ from `step`'s."""
+        """A classic step with 1-row shapes, for timing only; its bytes may differ from `step`'s.
+
+        With fused ops it is the classic step itself: their tiles have 8 slots in hardware, so nothing is padded.
+        """
+        if self._fusable(1, True):
+            return self.step([token], caches, "classic").argmax[0]
         choice = {kind: self.policy.attention(1, kind, True) for kind in self._tables}
         run = Run(
             kernels=self.kernels,
@@ -223,10 +345,12 @@ class Target:
         hidden = self.kernels.rmsnorm(h, self._norm, self.config.rms_norm_eps)
         return self.kernels.argmax(self._capped(self.kernels.linear_any(hidden, self._head)))[0]
 
-    def shared_kv(self, caches: CacheSet) -> SharedKV:
+    def shared_kv(self, caches: CacheSet) -> SharedKV | LentKV:
         """What the drafter reads: committed rows only, at most a window of the sliding layer's."""
-        sliding = caches[self.config.last_layer("sliding")].committed()
-        full = caches[self.config.last_layer("full")].committed()
+        layers = self.config.last_layer("sliding"), self.config.last_layer("full")
+        if caches.room is not None:
+            return LentKV(caches, *layers)
+        sliding, full = (caches[layer].committed() for layer in layers)
         return SharedKV((sliding[0], sliding[1]), (full[0], full[1]), caches.length)
 
     def _layers_over(self, run: Run, h: Tensor) -> Tensor:

@@ -1,25 +1,29 @@
-"""Whether this machine is fit to measure on now: one measuring run per device, memory for the pair, a quiet CPU.
+"""Whether this machine is fit to measure on now: memory for the pair, nobody else on the GPU, a quiet CPU.
 
-The lock and the memory check refuse; a busy CPU is only noted, beside every figure that it may have touched.
+Too little memory and a foreign process on the GPU refuse. A busy CPU is waited for, then noted beside every figure
+that it may have touched; `--require quiet` refuses it. Locks are in `harness.locks`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from harness import gpus
 from harness.errors import GateError
-from harness.record.store import slug
+from harness.gpus import Gpu
+from harness.meter import Meter, load1
+from harness.record.telemetry import busy
 
 BUSY_SHARE = 0.5  # load average per core above which the CPU counts as busy
 PROCESS_BYTES = 600 * 2**20  # interpreter, torch and one prompt's caches
+CUDA_HOST_BYTES = 2 * 2**30  # a process with torch's CUDA libraries, beside the page cache that it reads weights from
+CUDA_BYTES = 2**30  # context, kernels, workspaces and one prompt's caches on the GPU
+QUIET_SAMPLE_S = 0.5
 DENSE_BITS = 16
 SMALL_PAIR_BYTES = 64 * 2**20
 _GIB = 2**30
@@ -54,14 +58,6 @@ def reading() -> Reading:
         cores=usable_cores(),
         memory_available_gib=round(available / _GIB, 2) if available is not None else None,
     )
-
-
-def load1() -> float | None:
-    """The one-minute load average, where the system has one."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (OSError, AttributeError):
-        return None
 
 
 def usable_cores() -> int:
@@ -111,36 +107,74 @@ def default_threads(folders: tuple[Path, ...], device: str) -> int | None:
     return 1 if size < SMALL_PAIR_BYTES else None
 
 
-def check_memory(folders: tuple[Path, ...], device: str, available: int | None = None) -> None:
-    """Raise GateError when a pair will not fit into the memory that is free now."""
-    free = memory_available_bytes() if available is None else available
-    if free is None or not device.startswith("cpu"):
-        return
-    needed = PROCESS_BYTES + sum(estimate_load_bytes(folder, device) for folder in folders)
-    if needed > free:
-        names = " and ".join(folder.name for folder in folders) or "a child without a pair"
-        raise GateError(
-            f"memory: loading {names} takes about {needed / _GIB:.1f} GiB and {free / _GIB:.1f} GiB are free; "
-            "end other programs or use a larger machine"
+def check_memory(
+    folders: Sequence[Path], device: str, available: int | None = None, gpu_free: int | None = None
+) -> None:
+    """Raise GateError when a pair will not fit into the memory that is free now, on the host and on the GPU."""
+    reason = memory_problem(folders, device, memory_available_bytes() if available is None else available, gpu_free)
+    if reason is not None:
+        raise GateError(reason)
+
+
+def memory_problem(folders: Sequence[Path], device: str, host_free: int | None, gpu_free: int | None) -> str | None:
+    """What does not fit where, in GiB and with what to do about it; None when it fits or nobody says what is free."""
+    names = " and ".join(folder.name for folder in folders) or "a child without a pair"
+    weights = sum(estimate_load_bytes(folder, device) for folder in folders)
+    cuda = device.startswith("cuda")
+    host_needed = CUDA_HOST_BYTES if cuda else PROCESS_BYTES + weights
+    if host_free is not None and host_needed > host_free:
+        return (
+            f"memory: loading {names} takes about {host_needed / _GIB:.1f} GiB and {host_free / _GIB:.1f} GiB are "
+            "free; end other programs or use a larger machine"
         )
+    gpu_needed = CUDA_BYTES + weights
+    if cuda and gpu_free is not None and gpu_needed > gpu_free:
+        return (
+            f"memory: loading {names} takes about {gpu_needed / _GIB:.1f} GiB of GPU memory and "
+            f"{gpu_free / _GIB:.1f} GiB are free on {device}; end what else runs there, or use a larger GPU"
+        )
+    return None
 
 
-@contextlib.contextmanager
-def measuring_lock(device: str, folder: Path | None = None) -> Iterator[None]:
-    """Hold the machine-wide lock of a device; raises GateError at once when another run holds it."""
-    path = (folder or Path(tempfile.gettempdir())) / f"mtp-harness-{slug(device)}.lock"
-    lock = FileLock(path, timeout=0, mode=0o666)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise GateError(
-            f"another measuring run holds the {device} lock; two at once would disturb each other: wait for it to end"
-        ) from None
-    except OSError as error:
-        raise GateError(
-            f"cannot lock {device} for measuring ({error.strerror}); point TMPDIR to a folder of your own"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
+def job_memory_problem(folders: Sequence[Path], jobs: int, host_free: int | None) -> str | None:
+    """Why that many children at once do not fit on a CPU, with the number that does; None when they fit."""
+    needed = PROCESS_BYTES + sum(estimate_load_bytes(folder, "cpu") for folder in folders)
+    if host_free is None or jobs * needed <= host_free:
+        return None
+    return (
+        f"memory: {jobs} jobs take about {jobs} x {needed / _GIB:.1f} GiB and {host_free / _GIB:.1f} GiB are free; "
+        f"give --jobs {max(host_free // needed, 1)}, or end other programs"
+    )
+
+
+def foreign_processes(gpu: Gpu) -> str | None:
+    """Who else computes on a GPU on which none of our children runs yet, in words; None when nobody or unknown."""
+    state = gpus.state(gpu)
+    if state is None or not state.processes:
+        return None
+    number = len(state.processes)
+    used = sum(nbytes or 0 for nbytes in state.processes.values())
+    held = f", holding {used / _GIB:.1f} GiB," if used else ""
+    who = "another process" if number == 1 else f"{number} other processes"
+    return f"{who}{held} compute{'s' * (number == 1)} on {gpu}"
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """What waiting for a quiet CPU came to; `note` is empty when it is quiet."""
+
+    waited_s: float
+    note: str
+
+
+def wait_until_quiet(limit_s: float = 0.0, sample_s: float = QUIET_SAMPLE_S) -> Quiet:
+    """Look at the CPU, while none of our own children works, until it is quiet or the limit is over."""
+    began = time.monotonic()
+    meter = Meter()
+    while True:
+        before = meter.read()
+        time.sleep(sample_s)
+        note = busy(before, meter.read())
+        waited = time.monotonic() - began
+        if note is None or waited >= limit_s:
+            return Quiet(round(waited, 1), (note or "").partition(": ")[2])

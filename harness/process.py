@@ -98,8 +98,12 @@ class Child:
         command: Sequence[str] = WORKER_COMMAND,
         on_event: Callable[[AnyEvent], None] | None = None,
         keep_log: bool = True,
+        pinned: Mapping[str, str] | None = None,
     ) -> None:
-        """`log_path` gets the child's stderr; with `keep_log` False messages do not send the reader there."""
+        """`log_path` gets the child's stderr; with `keep_log` False messages do not send the reader there.
+
+        `pinned` goes into the environment last: which GPU the child may see.
+        """
         self.name = name
         self.flags = dict(flags)
         self.log_path = log_path
@@ -118,7 +122,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                env=child_environment(flags),
+                env=child_environment(flags) | dict(pinned or {}),
                 start_new_session=True,  # its own group, so that whatever it starts ends with it
             )
         except OSError as error:
@@ -165,7 +169,7 @@ class Child:
         timeout_s: float = JOB_TIMEOUT_S,
         on_event: Callable[[AnyEvent], None] | None = None,
     ) -> Result:
-        """Run one job to its end; every other event goes to `on_event`. Raises RunError."""
+        """Run one job to its end; every other event goes to `on_event`. RunError; out of memory ends the child."""
         self._jobs += 1
         job = Job.model_validate({"id": self._jobs, "kind": kind, "case": case, "args": dict(args or {})})
         self._send(job.model_dump_json())
@@ -175,6 +179,8 @@ class Child:
             if isinstance(event, Result):
                 return event
             if isinstance(event, Failure):
+                if event.kind == "memory":
+                    self.kill()  # what it still holds would starve the next job
                 self._raise(event)
             if on_event:
                 on_event(event)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.record.lines import Setting
+
 JobKind = Literal[
     "machine",
     "geometry",
@@ -20,6 +22,8 @@ JobKind = Literal[
     "parity",
     "generate",
     "steps",
+    "decode_ours",
+    "decode_peer",
     "decline",
     "try",
 ]
@@ -66,7 +70,9 @@ class Ready(Message):
     target: dict[str, Any] = Field(default_factory=dict)
     drafter: dict[str, Any] = Field(default_factory=dict)
     load_s: float = 0.0
+    load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase: device, open, read, prepare, ...
     peak_memory_bytes: int | None = None
+    settings: tuple[Setting, ...] = ()
 
 
 class LogEvent(Message):

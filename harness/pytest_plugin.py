@@ -5,8 +5,9 @@ Loaded by the root conftest. Collecting reads specs only: no torch, no device, n
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ from harness.spec import Case, LoadedSpec, load_spec, plan
 
 if TYPE_CHECKING:
     from harness.context import RunContext
+    from harness.locks import Place
     from harness.record.lines import AnyLine, CaseLine
+
+XDIST_WAIT_S = 3600.0  # for a GPU, or for a turn to time: other workers' cases take minutes, not hours
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,25 +124,55 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 class Contexts:
-    """The session's run context; one spec's children are closed before another spec's start."""
+    """The session's run context; one spec's children are closed before another spec's start.
 
-    def __init__(self, config: pytest.Config, folder: Path) -> None:
+    A worker of pytest-xdist leases a GPU for each case, the last one if it is free: its children stay there, and those
+    of another worker are idle while it has the lock. What is timed waits for its turn.
+    """
+
+    def __init__(self, config: pytest.Config, folder: Path, command: Sequence[str] | None = None) -> None:
         self._config = config
         self._folder = folder
+        self._command = command
+        self._worker = hasattr(config, "workerinput")
         self._path: Path | None = None
+        self._place: Place | None = None
         self._context: RunContext | None = None
 
     def of(self, loaded: LoadedSpec) -> RunContext:
         """The context, ready for this spec."""
         from harness.context import RunContext
+        from harness.process import WORKER_COMMAND
 
         if self._context is None:
-            device = self._config.getoption("--device")
-            self._context = RunContext(log_dir=self._folder, device=device, require=_required(self._config))
+            self._context = RunContext(
+                log_dir=self._folder,
+                device=self._config.getoption("--device"),
+                require=_required(self._config),
+                command=self._command or WORKER_COMMAND,
+                place=self._place,
+                lock_wait_s=XDIST_WAIT_S if self._worker else 0.0,
+            )
         elif self._path != loaded.path:
             self._context.close()
         self._path = loaded.path
         return self._context
+
+    @contextlib.contextmanager
+    def lease(self, case: Case) -> Iterator[None]:
+        """Beside other workers, hold a GPU while a case runs; alone, a context locks what it times itself."""
+        from harness.locks import hold
+        from harness.needs import device_of
+
+        device = device_of(case, self._config.getoption("--device"))
+        if not self._worker or not device.startswith("cuda"):
+            yield
+            return
+        with hold(device, wait_s=XDIST_WAIT_S, prefer=self._place) as (place,):
+            if place != self._place:
+                self.close()
+                self._context, self._place = None, place
+            yield
 
     def close(self) -> None:
         """End the children."""
@@ -170,9 +204,10 @@ def spec_loaded(request: pytest.FixtureRequest) -> LoadedSpec:
 
 def run_check(spec_case: Case, spec_loaded: LoadedSpec, spec_contexts: Contexts, record_property: Any) -> None:
     """Run one case through the same code as the CLI and map its outcome."""
-    context = spec_contexts.of(spec_loaded)
-    start = len(context.lines)
-    line = context.run(spec_case)
+    with spec_contexts.lease(spec_case):
+        context = spec_contexts.of(spec_loaded)
+        start = len(context.lines)
+        line = context.run(spec_case)
     record_property("outcome", line.outcome)
     record_property("reason", line.reason)
     if line.verdict is not None:

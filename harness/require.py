@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from harness.errors import UsageError
 
-REQUIREMENTS = ("cuda", "weights", "memory")
+REQUIREMENTS = ("cuda", "weights", "memory", "quiet")
 
 
 def required(words: Iterable[str]) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from typing import Any
 from harness.errors import RecordError, UsageError
 from harness.provenance import changed_parts
 from harness.record.lines import AnyLine, CaseLine, StartLine
+from harness.record.spec_view import SpecView
 from harness.record.store import RecordStore, read_env, read_lines, slug
+from harness.record.textfile import read_text
 from harness.spec.load import LoadedSpec
 
 
@@ -35,6 +37,8 @@ class Resumed:
         if starts[0].spec != loaded.id_path:
             raise UsageError(f"{name} is a record of {starts[0].spec}, not of {loaded.id_path}")
         if any(start.spec_sha256 != loaded.sha256 for start in starts):
+            if more := _changed_repeats(store.paths.spec, loaded):
+                raise UsageError(f"{name}: {more}; a run is not extended once its figures can be seen, start a new run")
             raise UsageError(f"{name}: {loaded.id_path} has changed since; a record holds one spec, start a new run")
         planned = frozenset(case for start in starts for case in start.cases)
         return cls(store, planned, finished_cases(store.lines), read_env(store.paths.env))
@@ -47,6 +51,21 @@ class Resumed:
             raise UsageError(
                 f"{name}: {changed} changed since it began; a record holds one environment, start a new run"
             )
+
+
+def _changed_repeats(copy: Path, loaded: LoadedSpec) -> str:
+    """Which checks now ask for another number of repeats than the record's copy of the spec, in words."""
+    try:
+        old = SpecView.parse(read_text(copy)[0])
+    except (OSError, RecordError):
+        return ""
+    asked = {check.id: getattr(check, "repeats", None) for check in loaded.spec.checks}
+    moved = [
+        f"{name} had {old.setting(name, 'repeats', count)} repeats and now has {count}"
+        for name, count in asked.items()
+        if count is not None and old.setting(name, "repeats", count) != count
+    ]
+    return ", ".join(moved)
 
 
 def finished_cases(lines: Sequence[AnyLine]) -> dict[str, CaseLine]:

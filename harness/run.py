@@ -1,6 +1,7 @@
 """`harness run`: walk a spec's cases, file raw lines as they arise, and leave a record, whatever happens.
 
-Cases run grouped by child, so that one pair is loaded at a time; the record lists them in the plan's order.
+Cases run grouped by child, so that one pair is loaded at a time, or side by side on several jobs; the record lists
+them in the plan's order either way.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Literal
 
-from harness import gate, provenance
-from harness.context import RunContext
+from harness import provenance
 from harness.errors import UsageError
-from harness.estimate import Estimate, child_environments, estimate
+from harness.estimate import Estimate, estimate
 from harness.events import RunEvent
+from harness.grown import Grower
+from harness.pool import Pool, Sink, grouped
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, stray_flags
 from harness.record.lines import CaseLine, EndLine, StartLine
 from harness.record.store import DEFAULT_OUT, RecordStore, read_lines
 from harness.resume import Resumed, records_of
+from harness.site import JobSettings, Site, local_site
 from harness.spec.load import LoadedSpec
-from harness.spec.plan import Case, plan
-from harness.spec.resolve import missing_checkpoints, models_root
+from harness.spec.plan import Case, is_timed, plan
+from harness.spec.resolve import growable, missing_checkpoints, models_root
 
+Executor = Literal["local", "ray"]
 INTERRUPTED, TERMINATED = 130, 143
 OnEvent = Callable[[RunEvent], None]
 
@@ -41,9 +45,13 @@ class RunOptions:
     resume: Path | None = None  # a record's page, data folder or runs.jsonl
     require: tuple[str, ...] = ()
     threads: int | None = None
+    jobs: int = 1
+    executor: Executor = "local"  # where the jobs are: on this host, or on a Ray cluster
     command: str | None = None  # as the record shows it; default: this process's own
     job_timeout_s: float = JOB_TIMEOUT_S
     lock_dir: Path | None = None
+    gate_off: bool = False  # --no-gate: measure anyway, and say so in the record
+    quiet_s: float | None = None  # how long a timed case waits for a quiet CPU; None: it does not look
     worker: tuple[str, ...] = WORKER_COMMAND
 
 
@@ -98,16 +106,29 @@ def chosen_cases(loaded: LoadedSpec, options: RunOptions) -> tuple[Case, ...]:
 
 def dry_run(loaded: LoadedSpec, options: RunOptions) -> Estimate:
     """Children and seconds of a run that is not started; times of the spec's latest record where there is one."""
-    missing = missing_checkpoints(loaded.spec.pair, loaded.folder, models_root())
+    cases = chosen_cases(loaded, options)
+    missing, growing = _missing(loaded, options)
     if missing:
-        reason = f"every case would be skipped: {'; '.join(missing)}"
-        return Estimate(0, 0.0, reason, {case.id: 0.0 for case in chosen_cases(loaded, options)})
+        word = "fail" if "weights" in options.require else "be skipped"
+        reason = f"every case would {word}: {'; '.join(missing)}"
+        return Estimate(0, 0.0, reason, {case.id: 0.0 for case in cases})
     for data in records_of(loaded, options.out):
         lines = read_lines(data / "runs.jsonl").lines
         measured = [line for line in lines if isinstance(line, CaseLine)]
         if measured:
-            return estimate(chosen_cases(loaded, options), measured, data.name)
-    return estimate(chosen_cases(loaded, options))
+            return estimate(cases, measured, data.name, growing=growing)
+    return estimate(cases, growing=growing)
+
+
+def _missing(loaded: LoadedSpec, options: RunOptions) -> tuple[tuple[str, ...], bool]:
+    """Why the pair cannot be had, empty where it can; and whether it would be grown first."""
+    root, real = models_root(), "weights" in options.require
+    missing = missing_checkpoints(loaded.spec.pair, loaded.folder, root, real=real)
+    geometry = growable(loaded.spec.pair, loaded.folder, root)
+    if not missing or geometry is None or real or not device_of(loaded, options).startswith("cuda"):
+        return missing, False
+    obstacle = Grower().obstacle(geometry)
+    return ((), True) if obstacle is None else (tuple(f"{reason}; {obstacle}" for reason in missing), False)
 
 
 def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None = None) -> RunOutcome:
@@ -115,67 +136,75 @@ def run_spec(loaded: LoadedSpec, options: RunOptions, on_event: OnEvent | None =
     if stray := stray_flags():
         names = ", ".join(f"{name}={value}" for name, value in stray.items())
         raise UsageError(f"{names} is set in the shell and would not reach a child: unset it or put it in the spec")
-    device = device_of(loaded, options)
-    wanted = {case.id for case in chosen_cases(loaded, options)}
-    with _signals(), gate.measuring_lock(device, options.lock_dir):
+    chosen = chosen_cases(loaded, options)
+    with _signals(), _site(loaded, options, chosen) as site:
         if options.resume is not None:
             resumed = Resumed.open(options.resume, loaded)
             store, done = resumed.store, resumed.done
             cases = tuple(case for case in plan(loaded) if case.id in resumed.planned)
         else:
-            date = provenance.utc_now()[:10]
+            date, device = provenance.utc_now()[:10], device_of(loaded, options)
             store, done = RecordStore.create(options.out, loaded.spec.name, device, date, loaded.text), {}
-            resumed, cases = None, chosen_cases(loaded, options)
-        context = RunContext(
-            log_dir=store.logs,
-            device=device,
-            require=options.require,
-            emit=store.append,
-            on_event=on_event,
-            earlier=tuple(store.lines),
-            command=options.worker,
-            job_timeout_s=options.job_timeout_s,
-            locked=(device,),
-            threads=options.threads,
-        )
+            resumed, cases = None, chosen
+        notify = on_event or (lambda event: None)
+        sink = Sink(store.append, notify)
+        logs = [store.job_logs(number) for number in range(options.jobs)]
         try:
-            with context:
+            with site.crew(logs, sink, store.lines) as crew:
                 command = options.command or provenance.command_line()
-                gpu = context.gpu() if device.startswith("cuda") else None
-                context.provide(cases)  # before env.json names the pair's files
-                env = provenance.environment(loaded, cases, device=device, command=command, gpu=gpu)
+                env = crew.environment(loaded, cases, command)
                 if resumed is not None:
                     resumed.check(env)
                 if resumed is None or not resumed.env:
                     store.write_env(env)
-                store.append(_start_line(loaded, cases, command, resumed is not None))
+                store.append(_start_line(loaded, cases, command, resumed is not None, site.ignored))
+                wanted = {case.id for case in chosen}
                 todo = [case for case in cases if case.id not in done and case.id in wanted]
-                _run_cases(todo, context, on_event or (lambda event: None))
+                Pool(crew.jobs, sink, _lost_line).run(todo)
         except KeyboardInterrupt as stop:
             code = TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
             return _finish(store, cases, code)
+        store.put_in_order([case.id for case in grouped(todo)])
         return _finish(store, cases, None)
 
 
-def _start_line(loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed: bool) -> StartLine:
+def _site(loaded: LoadedSpec, options: RunOptions, cases: Sequence[Case]) -> contextlib.AbstractContextManager[Site]:
+    """Where the run's jobs will be, held while it lasts."""
+    settings = JobSettings(
+        device=device_of(loaded, options),
+        require=options.require,
+        worker=options.worker if options.worker != WORKER_COMMAND else None,
+        job_timeout_s=options.job_timeout_s,
+        gate_off=options.gate_off,
+        quiet_s=options.quiet_s,
+        threads=options.threads,
+    )
+    timed = any(is_timed(case) for case in cases)
+    if options.executor == "ray":
+        from harness.ray_site import ray_site
+
+        return ray_site(settings, loaded, options.jobs, timed=timed, lock_dir=options.lock_dir)
+    return local_site(settings, cases, options.jobs, timed=timed, lock_dir=options.lock_dir)
+
+
+def _lost_line(case: Case, reason: str) -> CaseLine:
+    """The end of a case whose job was lost."""
+    return CaseLine(case=case.id, kind=case.kind, outcome="error", reason=reason, seconds=0.0)
+
+
+def _start_line(
+    loaded: LoadedSpec, cases: Sequence[Case], command: str, resumed: bool, ignored: tuple[str, ...] | None
+) -> StartLine:
     return StartLine(
         spec=loaded.id_path,
         spec_sha256=loaded.sha256,
         started_utc=provenance.utc_now(),
         command=command,
         resumed=resumed,
+        gate_ignored=ignored,
         cases=tuple(case.id for case in cases),
+        certified=True,
     )
-
-
-def _run_cases(cases: Sequence[Case], context: RunContext, notify: OnEvent) -> None:
-    """Run cases, each child closed when no later case needs it."""
-    ordered = grouped(cases, context)
-    for number, case in enumerate(ordered):
-        context.release(key for later in ordered[number:] for key in _keys(later, context))
-        notify(RunEvent("case_start", case.claim, case.id, number, len(ordered)))
-        line = context.run(case)
-        notify(RunEvent("case_end", line.reason, case.id, number + 1, len(ordered), line))
 
 
 def _finish(store: RecordStore, cases: Sequence[Case], interrupted: int | None) -> RunOutcome:
@@ -187,19 +216,6 @@ def _finish(store: RecordStore, cases: Sequence[Case], interrupted: int | None) 
         code = interrupted
     store.append(EndLine(ended_utc=provenance.utc_now(), exit_code=code, interrupted=interrupted is not None))
     return RunOutcome(ended, code, store.finish(), interrupted is not None, failed)
-
-
-def _keys(case: Case, context: RunContext) -> list[Any]:
-    """The children that a case needs."""
-    return [context.child_key(case, env) for env in child_environments(case)]
-
-
-def grouped(cases: Sequence[Case], context: RunContext) -> list[Case]:
-    """Cases in the order of their children's first appearance, so that each child is started once."""
-    first: dict[Any, int] = {}
-    for case in cases:
-        first.setdefault(context.child_key(case, case.env), len(first))
-    return sorted(cases, key=lambda case: first[context.child_key(case, case.env)])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Every figure a record shows is computed here: acceptance, paired deltas, the verdict and the cost model.
 
 Pure functions of raw measurements; the run's judgement and the record call the same ones, so they cannot disagree.
-Standard library alone, except scipy's bootstrap, imported when six or more pairs ask for an interval.
+Standard library alone, except the bootstrap's numpy (and scipy), imported when six or more pairs ask for an interval.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from harness import resample
+
 Verdict = Literal["faster", "slower", "equivalent", "unresolved"]
 
 MIN_PAIRS = 3  # below it no verdict: one or two deltas beat one or two null deltas by chance too often
 INTERVAL_PAIRS = 6  # from here on a bootstrap interval says something; below it only returns its own extremes
-CONFIDENCE = 0.95
-RESAMPLES = 9999
-SEED = 20260101
+MAX_DISCARDED = 0.2  # a larger share of discarded pairs voids the run
+CONFIDENCE, RESAMPLES, SEED = resample.CONFIDENCE, resample.RESAMPLES, resample.SEED
 
 
 # ---- rates and acceptance -------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class VerdictResult:
 
 
 def bootstrap_interval(deltas: Sequence[float], *, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % BCa bootstrap interval of the mean delta; the seed is fixed, so a record can be recomputed."""
+    """95 % BCa bootstrap interval of the mean delta, fixed seed: the rule of records whose lines name no process."""
     if len(deltas) < 2:
         raise ValueError(f"a bootstrap interval needs at least 2 deltas, got {len(deltas)}")
     if max(deltas) - min(deltas) <= 1e-12 * max(1.0, abs(deltas[0])):
@@ -167,21 +168,36 @@ def _percent(value: float) -> str:
 
 
 def judge_deltas(
-    deltas: Sequence[float], nulls: Sequence[float], smallest_effect: float, *, resamples: int = RESAMPLES
+    deltas: Sequence[float],
+    nulls: Sequence[float],
+    smallest_effect: float,
+    *,
+    processes: Sequence[int] | None = None,
+    null_blocks: Sequence[float] = (),
+    discarded: int = 0,
+    resamples: int = RESAMPLES,
 ) -> VerdictResult:
-    """The verdict on paired deltas against their null deltas.
+    """The verdict on paired deltas against their null deltas and those of null blocks.
 
     Fewer than six pairs: every delta must lie beyond the largest |null|. Six or more: the 95 % interval of the deltas
-    must lie beyond both the smallest effect of interest and |mean null|. Everything else is unresolved, never "equal";
-    equivalent needs an interval inside +- the smallest effect.
+    must lie beyond both the smallest effect of interest and |mean null|. Equivalent needs a wider interval
+    (`resample.wide_tail`) inside +- the smallest effect. Everything else is unresolved, never "equal". `processes`
+    gives each pair's process: the interval then draws processes before pairs. More than a fifth of the pairs
+    `discarded` voids the run.
     """
-    if not deltas or len(deltas) % max(len(nulls), 1) or not nulls:
+    if (deltas and not nulls) or len(deltas) % max(len(nulls), 1):
         raise ValueError(f"{len(deltas)} deltas and {len(nulls)} null deltas do not pair")
+    if not deltas and not discarded:
+        raise ValueError("no deltas and no null deltas do not pair")
     count = len(deltas)
+    if discarded > MAX_DISCARDED * (count + discarded):
+        limit = f"more than {100 * MAX_DISCARDED:.0f} % voids the run"
+        return VerdictResult("unresolved", f"{discarded} of {count + discarded} pairs were discarded; {limit}")
     if count < MIN_PAIRS:
         return VerdictResult("unresolved", f"{count} pairs are too few; a verdict needs at least {MIN_PAIRS}")
+    noise = (*nulls, *null_blocks)
     if count < INTERVAL_PAIRS:
-        floor = max(abs(null) for null in nulls)
+        floor = max(abs(null) for null in noise)
         if min(deltas) > floor:
             return VerdictResult("faster", f"all {count} deltas lie above {100 * floor:.1f} %, the largest |null|")
         if max(deltas) < -floor:
@@ -190,14 +206,18 @@ def judge_deltas(
             )
         reason = f"not every delta lies beyond ±{100 * floor:.1f} %, the largest |null|"
         return VerdictResult("unresolved", reason + _advice(deltas, nulls, smallest_effect))
-    low, high = interval = bootstrap_interval(deltas, resamples=resamples)
-    floor = max(smallest_effect, abs(statistics.fmean(nulls)))
+    if processes is None:
+        interval = wide = bootstrap_interval(deltas, resamples=resamples)
+    else:
+        interval, wide = resample.interval(deltas, processes, resamples=resamples)
+    low, high = interval
+    floor = max(smallest_effect, abs(statistics.fmean(noise)))
     words = f"95 % interval {_percent(low)} to {_percent(high)}"
     if low > floor:
         return VerdictResult("faster", f"{words} lies above {100 * floor:.1f} %", interval)
     if high < -floor:
         return VerdictResult("slower", f"{words} lies below {-100 * floor:.1f} %", interval)
-    if -smallest_effect < low and high < smallest_effect:
+    if -smallest_effect < wide[0] and wide[1] < smallest_effect:
         return VerdictResult("equivalent", f"{words} lies within ±{100 * smallest_effect:.1f} %", interval)
     reason = f"{words} does not clear {100 * floor:.1f} % on either side"
     return VerdictResult("unresolved", reason + _advice(deltas, nulls, smallest_effect), interval)

@@ -67,7 +67,9 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix in model dtype."""
+        """Bytes of the matrix as its products read it: packed, or in model dtype where a backend multiplies that."""
+        if self.route == "qmv":
+            return int(self.operand.nbytes)
         return self.out_features * self.in_features * int(self.dtype.itemsize)
 
 
@@ -80,12 +82,16 @@ class FusedOps:
     norm(h, weight, eps, rows, for) -> packed                for the product with a matrix
     product(packed, w, rows) -> partials                     one launch for all rows
     product_rows(packed, w, rows) -> partials                a launch per row
-    heads(partials, norm_heads, cos, sin, position int32 [1], rows, shape, kv [2, Hkv, slots, D], eps) -> q [8, H, D]
-                                                             head norms and RoPE; k and v go into the cache
+    heads(partials, norm_heads, cos, sin, position int32 [1], rows, shape, kv [2, Hkv, slots, D] | None, eps)
+                                                             -> q [8, H, D]: head norms and RoPE; k and v go into kv
     attend(q, kv, position, rows, window | None, max_keys, for) -> packed
     residual(partials, h, post_norm, scalar | None, next_norm, eps, rows, for, normed | None) -> (h, packed)
     geglu(partials, rows, for, fused) -> packed
-    head(partials, rows, cap | None) -> (logits [8, V], ids int32 [8])
+    head(partials, rows, cap | None, with_logits) -> (logits [8, V] | None, ids int32 [8])
+    pack(x [8, K], rows, for) -> packed                      rows as they are
+    sum(partials, rows) -> [8, N]                            rows as a plain tensor
+    accept(ids, best int32 [8], hidden [8, H], position, draft_position int32 [1], vector [8, H], rows)
+                                                             ids, positions and vector move on behind what is accepted
     """
 
     embed: Callable[..., Tensor]
@@ -96,7 +102,10 @@ class FusedOps:
     attend: Callable[..., Any]
     residual: Callable[..., tuple[Tensor, Any]]
     geglu: Callable[..., Any]
-    head: Callable[..., tuple[Tensor, Tensor]]
+    head: Callable[..., tuple[Tensor | None, Tensor]]
+    pack: Callable[[Tensor, int, Linear], Any]
+    sum: Callable[[Tensor, int], Tensor]
+    accept: Callable[..., None]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import SLOTS, check_operand, launch_options, release_consumers, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import SLOTS, check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
 from kernels.rmsnorm import check_rows
 from kernels.rows import load_partials
 
@@ -133,7 +133,6 @@ def _store_key(keys_ptr, x, column, V: tl.constexpr):
 
 @triton.jit
 def _softcap(logits_ptr, out_ptr, cap, V: tl.constexpr, BLOCK: tl.constexpr):
-    release_consumers()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(0) * V + column
     wait_for_producers()
@@ -143,7 +142,6 @@ def _softcap(logits_ptr, out_ptr, cap, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block_keys(logits_ptr, keys_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
-    release_consumers()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_producers()
     x = tl.load(logits_ptr + tl.program_id(0) * V + column, mask=column < V, other=0.0).to(tl.float32)
@@ -161,7 +159,6 @@ def _head_keys(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    release_consumers()
     m = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_producers()
@@ -175,7 +172,6 @@ def _head_keys(
 
 @triton.jit
 def _largest(keys_ptr, ids_ptr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    release_consumers()
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     wait_for_producers()

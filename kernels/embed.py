@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import check_operand, launch_options, release_consumers, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
 from kernels.repack import PackedWeight
 
 GROUPS_PER_PROGRAM = 8
@@ -43,13 +43,19 @@ def embed_rows(table: PackedWeight, ids: Tensor, scale: Tensor, rows: int, out: 
     return out
 
 
+def dense_rows(weight: PackedWeight) -> Tensor:
+    """The whole matrix, dequantized and rounded -> bf16 [N, K]; a table whose every row is asked for, times one."""
+    ids = torch.arange(weight.out_features, dtype=torch.int32, device=weight.codes.device)
+    one = torch.ones(1, dtype=torch.bfloat16, device=weight.codes.device)
+    return embed_rows(weight, ids, one, weight.out_features)
+
+
 @triton.jit(do_not_specialize=["groups"])
 def _embed(
     codes_ptr, scales_ptr, ids_ptr, scale_ptr, out_ptr, groups,
     BITS: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One row, G groups of 64; what `kernels.repack` put where is undone here, element by element."""
-    release_consumers()
     row = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < groups

@@ -16,7 +16,6 @@ from kernels.jit import (
     SLOTS,
     check_operand,
     launch_options,
-    release_consumers,
     round_bf16,
     to_bf16,
     wait_for_producers,
@@ -98,7 +97,6 @@ def _gated(gate, up, FUSED: tl.constexpr):
 
 @triton.jit
 def _geglu(gate_ptr, up_ptr, out_ptr, I: tl.constexpr, FUSED: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
-    release_consumers()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < I
     at = tl.program_id(0) * I + column
@@ -120,7 +118,6 @@ def _geglu_rows(
     FUSED: tl.constexpr,
     G: tl.constexpr,
 ):
-    release_consumers()
     m = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < I // 64

@@ -15,6 +15,8 @@ from kernels.jit import GROUP
 from kernels.launch import LaunchShape, launch_shape
 
 WORD_BITS = 32
+SLAB_BYTES = 64 << 20
+"""Codes that are repacked at a time: the temporary copies stay this small however large the matrix is."""
 _NIBBLES = 0x0F0F0F0F
 
 
@@ -61,11 +63,18 @@ def pack_weight(
         raise ValueError(f"pack_weight: scales {scales.dtype} and biases {biases.dtype}; the product takes bfloat16")
     shape = shape or launch_shape(width, rows, bits)
     words = words.contiguous().view(torch.int32)
-    codes = (_spread(words) if bits == 4 else words).view(torch.uint8).view(rows, groups, GROUP * bits // 8)
-    both = (biases.contiguous().view(torch.int16).int() << 16) | (scales.contiguous().view(torch.int16).int() & 0xFFFF)
-    return PackedWeight(
-        _tiles(codes, shape.tile), _tiles(both.unsqueeze(-1), shape.tile).squeeze(-1), rows, width, bits, shape
-    )
+    scales, biases = scales.contiguous().view(torch.int16), biases.contiguous().view(torch.int16)
+    tiles, stored = -(-rows // shape.tile), GROUP * bits // 8
+    codes = torch.empty(tiles, groups, shape.tile, stored, dtype=torch.uint8, device=words.device)
+    both = torch.empty(tiles, groups, shape.tile, dtype=torch.int32, device=words.device)
+    slab = max(SLAB_BYTES // (shape.tile * groups * stored), 1) * shape.tile
+    for first in range(0, rows, slab):
+        part, place = slice(first, first + slab), slice(first // shape.tile, (first + slab) // shape.tile)
+        spread = _spread(words[part]) if bits == 4 else words[part]
+        codes[place] = _tiles(spread.view(torch.uint8).view(-1, groups, stored), shape.tile)
+        pairs = (biases[part].int() << 16) | (scales[part].int() & 0xFFFF)
+        both[place] = _tiles(pairs.unsqueeze(-1), shape.tile).squeeze(-1)
+    return PackedWeight(codes, both, rows, width, bits, shape)
 
 
 def pack_dense(weight: Tensor, shape: LaunchShape | None = None) -> PackedWeight:
@@ -77,7 +86,7 @@ def pack_dense(weight: Tensor, shape: LaunchShape | None = None) -> PackedWeight
         )
     rows, width = weight.shape
     shape = shape or launch_shape(width, rows, 16)
-    codes = _tiles(weight.contiguous().view(rows, width // GROUP, GROUP), shape.tile)
+    codes = _tiles(weight.contiguous().view(rows, width // GROUP, GROUP), shape.tile).contiguous()
     return PackedWeight(codes, torch.empty(0, dtype=torch.int32, device=weight.device), rows, width, 16, shape)
 
 
@@ -128,12 +137,12 @@ def _rotate_left_4(words: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor, tile: int) -> Tensor:
-    """[N, groups, w] -> [tiles, groups, tile, w], zeros past N."""
+    """[N, groups, w] -> [tiles, groups, tile, w], zeros past N; may be a view."""
     rows, groups, width = x.shape
     tiles = -(-rows // tile)
     if tiles * tile != rows:
         x = torch.cat((x, x.new_zeros(tiles * tile - rows, groups, width)))
-    return x.view(tiles, tile, groups, width).transpose(1, 2).contiguous()
+    return x.view(tiles, tile, groups, width).transpose(1, 2)
 
 
 def _rows(x: Tensor, rows: int) -> Tensor:

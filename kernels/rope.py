@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import SLOTS, check_operand, launch_options, release_consumers, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import SLOTS, check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
 from kernels.rmsnorm import check_rows, inverse_rms
 from kernels.rows import load_partials
-from kernels.tree import WIDE, tree_sum
+from kernels.tree import tree_sum
+
+WIDEST = 2048
+"""Largest head_dim of the fused launch: a program holds a head."""
 
 
 def rope_row(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,8 +63,8 @@ def head_norms_rope(
     split, _, columns = partials.shape
     all_heads = heads + (kv_heads if k_eq_v else 2 * kv_heads)
     width = norm_heads.shape[-1]
-    if width & (width - 1) or not 2 <= width <= WIDE:
-        raise ValueError(f"{where}: head_dim {width} is not a power of two up to {WIDE}; use the plain ops")
+    if width & (width - 1) or not 2 <= width <= WIDEST:
+        raise ValueError(f"{where}: head_dim {width} is not a power of two up to {WIDEST}; use the plain ops")
     if columns != all_heads * width:
         raise ValueError(
             f"{where}: partials of {columns} columns; {all_heads} heads of {width} need {all_heads * width}"
@@ -139,7 +142,6 @@ def _turned(x, y, cos, sin, GENERAL: tl.constexpr):
 
 @triton.jit
 def _rope(x_ptr, cos_ptr, sin_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr, GENERAL: tl.constexpr):
-    release_consumers()
     row = tl.program_id(0)
     low = tl.arange(0, BLOCK)
     high = low + D // 2
@@ -176,7 +178,6 @@ def _head_norms_rope(
     K_EQ_V: tl.constexpr,
     GENERAL: tl.constexpr,
 ):
-    release_consumers()
     m = tl.program_id(0)
     head = tl.program_id(1)
     N: tl.constexpr = (H + HKV if K_EQ_V else H + 2 * HKV) * D

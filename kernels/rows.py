@@ -20,7 +20,6 @@ from kernels.jit import (
     half_exponent,
     launch_options,
     power_of_two,
-    release_consumers,
     to_bf16,
     wait_for_producers,
 )
@@ -117,7 +116,6 @@ def load_partials(partials_ptr, m, columns, N, mask, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups"])
 def _pack(x_ptr, values_ptr, sums_ptr, scales_ptr, groups, BITS: tl.constexpr, G: tl.constexpr):
-    release_consumers()
     m = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < groups
@@ -129,7 +127,6 @@ def _pack(x_ptr, values_ptr, sums_ptr, scales_ptr, groups, BITS: tl.constexpr, G
 
 @triton.jit(do_not_specialize=["columns"])
 def _sum(partials_ptr, out_ptr, columns, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    release_consumers()
     m = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_producers()

@@ -289,7 +289,6 @@ def combine(
 
     Grid (rows, heads, parts of a head). BITS 0 stores bf16 [n, H, D], else rows ready for a product.
     """
-    release_consumers()
     wait_for_producers()
     base = tl.load(position_ptr)
     row = tl.program_id(0)

@@ -42,10 +42,10 @@ def stream_read(data: Tensor, out: Tensor | None = None, launch: tuple[int, int]
 
 @triton.jit
 def _stream(data_ptr, out_ptr, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    release_consumers()
     first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     total = tl.zeros((BLOCK,), tl.int32)
     for step in range(STEPS):
         total += tl.load(data_ptr + first + step * BLOCK + tl.arange(0, BLOCK))
     wait_for_producers()
+    release_consumers()
     tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))

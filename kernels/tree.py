@@ -9,9 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WIDE = 2048
-"""Sizes above this fold their upper half onto the lower one first: that stays inside a thread."""
-
 
 @triton.constexpr_function
 def halvings(size: int, goal: int) -> int:
@@ -25,16 +22,12 @@ def halvings(size: int, goal: int) -> int:
 
 @triton.jit
 def tree_sum(x, SIZE: tl.constexpr):
-    """Sum of x fp32 [SIZE], SIZE a power of two: halves are folded down to 2048, then neighbours are added.
+    """Sum of x fp32 [SIZE], SIZE a power of two, neighbours first: the sum of the lower half plus that of the upper.
 
-    Up to 2048 the sum of a row is the sum of its lower half plus that of its upper half.
+    So a row may be cut into slices of a power of two, and the sums of its slices summed by the same tree.
     """
-    FOLDS: tl.constexpr = halvings(SIZE, 2048)
-    REST: tl.constexpr = SIZE >> FOLDS
-    for step in tl.static_range(FOLDS):
-        x = tl.sum(tl.reshape(x, [2, SIZE >> (step + 1)]), 0)
-    for step in tl.static_range(halvings(REST, 2)):
-        x = tl.sum(tl.reshape(x, [REST >> (step + 1), 2]), 1)
+    for step in tl.static_range(halvings(SIZE, 2)):
+        x = tl.sum(tl.reshape(x, [SIZE >> (step + 1), 2]), 1)
     return tl.sum(x, 0)
 
 

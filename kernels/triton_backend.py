@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Weight, reference
+from kernels.accept import accept_rows
 from kernels.argmax import argmax as argmax_ids
 from kernels.argmax import head_argmax, softcap
-from kernels.embed import embed_rows
+from kernels.embed import dense_rows, embed_rows
+from kernels.fused_norms import norm_rows, residual_norm_rows
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
-from kernels.rmsnorm import norm_rows, residual_norm_rows, rmsnorm
+from kernels.rmsnorm import rmsnorm
 from kernels.rope import head_norms_rope, rope_general, rope_row
 from kernels.rows import Rows, pack_rows, sum_partials
 from kernels.sdpa_vector import sdpa_rows, sdpa_vector, sdpa_vector_rows
@@ -58,7 +60,12 @@ def linear_any(x: Tensor, w: Linear) -> Tensor:
         padded = x.new_zeros(MAX_ROWS, x.shape[1])
         padded[:count] = x
         return linear(padded, w, count)[:count]
-    return F.linear(x, dequantize_packed(w.operand, torch.float32).to(x.dtype))
+    return F.linear(x, dense(w.operand).to(x.dtype))
+
+
+def dense(weight: PackedWeight) -> Tensor:
+    """The matrix in bf16 [N, K]: one launch on a GPU; the interpreter would take minutes for the same bytes."""
+    return dense_rows(weight) if weight.codes.is_cuda else dequantize_packed(weight, torch.float32).to(torch.bfloat16)
 
 
 def table(weight: Weight, head: Linear) -> PackedWeight:
@@ -107,11 +114,12 @@ def _heads(
     position: Tensor,
     rows: int,
     shape: Any,
-    kv: Tensor,
+    kv: Tensor | None,
     eps: float,
 ) -> Tensor:
     """`shape` has num_heads, num_kv_heads, head_dim and k_eq_v; where v is k, the raw k's norm has no weight."""
-    width, ring = shape.head_dim, kv.shape[2]
+    width = shape.head_dim
+    k, v, ring = (None, None, 1) if kv is None else (kv[0], kv[1], kv.shape[2])
     return head_norms_rope(
         partials,
         norm_heads,
@@ -123,8 +131,8 @@ def _heads(
         shape.num_kv_heads,
         shape.k_eq_v,
         eps,
-        kv[0],
-        kv[1],
+        k,
+        v,
         ring,
     )
 
@@ -160,13 +168,37 @@ def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool) -> Rows:
     return geglu_rows(partials, rows, following.operand.bits, fused)
 
 
-def _head(partials: Tensor, rows: int, cap: float | None) -> tuple[Tensor, Tensor]:
-    logits = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
+def _head(partials: Tensor, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
+    logits = None
+    if with_logits:
+        logits = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
     ids, _ = head_argmax(partials, rows, cap, logits=logits)
     return logits, ids
 
 
-FUSED = FusedOps(_embed, _norm, _product, _product_rows, _heads, _attend, _residual, _geglu, _head)
+def _pack(x: Tensor, rows: int, following: Linear) -> Rows:
+    return pack_rows(x, following.operand.bits, rows)
+
+
+def _sum(partials: Tensor, rows: int) -> Tensor:
+    out = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
+    return sum_partials(partials, rows, out)
+
+
+FUSED = FusedOps(
+    _embed,
+    _norm,
+    _product,
+    _product_rows,
+    _heads,
+    _attend,
+    _residual,
+    _geglu,
+    _head,
+    pack=_pack,
+    sum=_sum,
+    accept=accept_rows,
+)
 
 KERNELS = Kernels(
     backend="triton",

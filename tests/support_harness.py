@@ -5,6 +5,7 @@ Run as a program: `python support_harness.py SCRIPT.json`; the script says what 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -169,8 +170,63 @@ def comparison(case: str, prompt: str, size: int, identical: bool) -> dict[str, 
     }
 
 
+def engine_lines(case: str, arm: str, context: int, ms: float, equal: int = 4) -> tuple[dict[str, Any], ...]:
+    """A block of four rows, of which `equal` are its chain's, and times of ten tokens."""
+    block = {"line": "block", "case": case, "arm": arm, "context_tokens": context, "rows": 4, "rows_equal": equal}
+    block |= {"differing_bytes": 9 * (4 - equal), "total_bytes": 64, "argmax_equal": 4, "repeatable": True}
+    block |= {"seconds": [ms / 500] * 5}
+    times = {"line": "decode", "case": case, "arm": arm, "context_tokens": context, "tokens": [5] * 15}
+    return block, {**times, "seconds": [ms / 1000] * 10}
+
+
 def check(case: str, name: str, passed: bool = True) -> dict[str, Any]:
     return {"line": "check", "case": case, "name": name, "passed": passed, "expected": "x", "found": "x"}
+
+
+IDENTITY = {
+    "target": "1" * 64,
+    "drafter": "2" * 64,
+    "source": "3" * 64,
+    "torch": "0",
+    "triton": "0",
+    "driver": "none",
+    "device": "A CPU",
+    "compute_capability": "AVX2",
+    "threads": 1,
+    "backend": "reference",
+    "dtype": "bfloat16",
+    "geometry": "hidden 8",
+    "window": 16,
+}
+
+
+def path(case: str, args: dict[str, Any], size: int, flags: dict[str, str], **changes: Any) -> dict[str, Any]:
+    """What a probe, or an arm, says that it computes with."""
+    linear = "multirow" if flags.get("MLXCEL_QMV_MULTIROW") == "1" else "per_row"
+    return {
+        "line": "path",
+        "case": case,
+        "arm": args.get("arm"),
+        "stage": args.get("stage", "rowwise"),
+        "block_size": size,
+        "identity": IDENTITY,
+        "flags": flags,
+        "path": {"verify linear": linear},
+        "longest_prompt": 3,
+        "fingerprint": f"{linear}-{size}",
+        **changes,
+    }
+
+
+def certificate(case: str, size: int, flags: dict[str, str], chain: str, **changes: Any) -> dict[str, Any]:
+    """What a passed start-up probe leaves."""
+    from harness import certificate as made
+    from harness.record.lines import Identity, ProbeInput
+
+    inputs = [ProbeInput(name="walk of 128 from 160 tokens", prompt_tokens=160, rows=128, total_bytes=512)]
+    stage, size_stated = changes.pop("stage", "rowwise"), changes.pop("width", size)
+    identity = Identity.model_validate({**IDENTITY, **changes})
+    return made.make(case, identity, flags, stage, size_stated, inputs, chain).model_dump(mode="json")
 
 
 def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +236,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
     def line(content: dict[str, Any]) -> None:
         emit(event="line", job=job["id"], line=content)
 
+    flags = script["flags"]
     chain = "c" * 64
     if kind == "probe":
         passed = args["stage"] == "rowwise" or "exact" in script
@@ -188,6 +245,7 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
         for _ in args["draws"]:
             line(draw(case, passed))
         line(decision(case, passed, chain))
+        line(path(case, args, 4, flags, **script.get("path", {})))
         if args.get("ops"):
             return {"differing_ops": [] if passed else ["attention", "rope"]}
     elif kind == "parity":
@@ -203,6 +261,9 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
     elif kind == "generate":
         if args["mode"] == "decide":
             line(decision(case, True, chain))
+            line(path(case, args, args["block_size"], flags, **script.get("path", {})))
+            if "uncertified" not in script:
+                line(certificate(case, args["block_size"], flags, chain, **script.get("certificate", {})))
             return {"engaged": True, "reason": "exact"}
         mtp = args["mode"] == "mtp"
         return {
@@ -219,12 +280,24 @@ def answer(job: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
             "draft_s": 0.02 if mtp else 0.0,
         }
     elif kind == "steps":
-        for step, rows in (("classic", 1), ("classic_unpadded", 1), ("verify", 4), ("draft", 1)):
-            seconds = [0.001] * 3
+        sizes = args.get("block_sizes", [4])
+        steps = [("classic", 1), ("classic_unpadded", 1), *(("verify", size) for size in sizes)]
+        for step, rows in (*steps, *(("draft_round", size - 1) for size in sizes if size > 1)):
+            seconds = [0.0001 * rows if step == "draft_round" else 0.001] * 3
             content = {"line": "step", "case": case, "step": step, "rows": rows, "context_tokens": 7}
             line({**content, "seconds": seconds})
+    elif kind in ("decode_ours", "decode_peer"):
+        arm = args.get("peer", "ours")
+        if arm not in script.get("absent", ()):
+            for context in args["contexts"]:
+                for content in engine_lines(case, arm, context, script.get("decode_ms", {}).get(arm, 10.0)):
+                    line(content)
+        if arm != "ours":
+            reason = "is not installed" if arm in script.get("absent", ()) else None
+            line({"line": "peer", "case": case, "peer": arm, "reason": reason, "version": "1.0", "note": "a script"})
+        return {"ids": [1] * 60, "exact": True}
     elif kind == "machine":
-        return {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []}
+        return script.get("machine", {"cuda": False, "reason": "torch.cuda.is_available() is False", "gpus": []})
     return dict(script.get("data", {}))
 
 
@@ -233,6 +306,10 @@ def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with (Path(script["folder"]) / "starts.txt").open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {os.environ.get('MLXCEL_QMV_MULTIROW', 'unset')}\n")
+    with (Path(script["folder"]) / "pins.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}\n")
+    if "tied" in script:  # as the real worker, to the thread that started it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if "grandchild" in script:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (Path(script["folder"]) / "grandchild.txt").write_text(str(process.pid), encoding="ascii")
@@ -245,24 +322,29 @@ def main() -> None:
     from engine.flags import read_flags
 
     reading = read_flags({} if "deaf" in script else None)
+    script["flags"] = reading.effective
     emit(
         event="ready",
         flags_requested=reading.requested,
         flags_effective=reading.effective,
         versions={"torch": "0"},
+        settings=script.get("settings", []),
         target={"name": "target"},
     )
     for text in sys.stdin:
         job = json.loads(text)
         with (Path(script["folder"]) / "jobs.txt").open("a", encoding="utf-8") as file:
             file.write(f"{job['kind']} {job['case']}\n")
+        began = time.monotonic()
         time.sleep(script.get("slow", 0))
         if script.get("on") in (None, job["case"].partition("::")[2], job["kind"]):
             misbehave(script.get("how"))
             if "fail" in script:
-                emit(event="error", job=job["id"], kind=script["fail"], message="no")
+                emit(event="error", job=job["id"], kind=script["fail"], message=script.get("message", "no"))
                 continue
         data = answer(job, script)
+        with (Path(script["folder"]) / "spans.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{began} {time.monotonic()} {os.getpid()} {job['case']}\n")
         emit(event="result", job=job["id"], data=data)
 
 

@@ -12,9 +12,13 @@ from support_geometry import target_config as gemma_target
 from support_qwen35 import drafter_config, target_config
 
 from engine.config import mtp_requires_linear_singleton
+from engine.dispatch import STAGES, DispatchPolicy
 from engine.errors import ConfigError
+from engine.flags import Flags
 from engine.pair import family_of
-from engine.qwen35.config import parse_target_config
+from engine.path import config_words
+from engine.qwen35.config import parse_drafter_config, parse_target_config
+from engine.qwen35.path import kernel_path
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no head_dim": (lambda text: text.pop("head_dim"), "head_dim is missing; the geometry is never guessed"),
@@ -86,3 +90,31 @@ def test_every_config_belongs_to_one_family_and_role() -> None:
     assert family_of({"model_type": "qwen3_5_text"})[1] == "target"
     with pytest.raises(ConfigError, match=r"unknown model_type 'qwen3'; known: gemma4, .*qwen3_5, .*DFlashDraftModel"):
         family_of({"model_type": "qwen3"})
+
+
+def test_what_a_step_reads_beside_the_weights_is_counted_by_layer_kind() -> None:
+    """A byte floor that left out the states would call a step slow that is at its bound."""
+    config = parse_target_config(target_config())
+    rows = 2 * 2 * 32 * 11 * 2  # K and V, 2 heads of 32, 11 rows, bf16
+    state = 4 * 4 * 16 * 24 + 3 * 160 * 2  # fp32 state of 4 heads, 3 past inputs of 160 channels
+    assert config.kv_bytes(10, 2) == 2 * rows + 6 * state
+
+
+def test_stages_and_flags_show_in_the_names_of_the_kernels() -> None:
+    """Two settings with one path compute the same; settings that differ must not share one."""
+
+    def path(**changes: Any) -> dict[str, str]:
+        policy = DispatchPolicy(**changes)
+        return kernel_path(policy, 4, (4,), ((9, None),), cuda=False, dtype="bfloat16", fused=False)
+
+    named = {stage: path(stage=stage) for stage in STAGES}
+    assert named["attention"] == named["attention_mlp"], "this MLP has one kernel"
+    assert len({str(found) for found in named.values()}) == 3
+    assert {found["classic delta rule"] for found in named.values()} == {"rows"}
+    assert named["base"]["verify delta rule"] == "chunk"
+    for flags in (Flags(sdpa_large_d=False), Flags(qmv_multirow=False), Flags(prefill_chunk=4)):
+        assert path(flags=flags) != named["rowwise"]
+    assert config_words(parse_target_config(target_config())).startswith(
+        "hidden 64, MLP 128, 2 full 4/2 x 32, 6 linear"
+    )
+    assert "taps 1, 3, 6" in config_words(parse_drafter_config(drafter_config()))

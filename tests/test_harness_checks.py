@@ -254,7 +254,7 @@ def test_throughput_through_a_child(tmp_path: Path, cases: dict[str, Case]) -> N
         "classic",
         "classic_unpadded",
         "verify",
-        "draft",
+        "draft_round",
     }
     assert [line.passed for line in lines if isinstance(line, CheckLine)] == [True]
 

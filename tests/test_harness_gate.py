@@ -16,6 +16,7 @@ from engine.flags import read_flags
 from harness import gate, provenance
 from harness.context import RunContext, check_flags
 from harness.errors import CheckFailed, GateError, UsageError
+from harness.locks import measuring_lock
 from harness.record.lines import CaseLine, ChildLine
 from harness.run import RunOptions, device_of, dry_run, exit_code, run_spec
 from harness.spec import Case, load_spec, plan
@@ -40,7 +41,7 @@ def context(tmp_path: Path, **options: Any) -> RunContext:
 def test_two_measuring_runs_exclude_each_other(tmp_path: Path) -> None:
     """Guards against two runs that disturb each other's times: the second is told at once, another device is free."""
     code = (
-        "import sys; from pathlib import Path; from harness.gate import measuring_lock\n"
+        "import sys; from pathlib import Path; from harness.locks import measuring_lock\n"
         f"with measuring_lock('cpu', Path({str(tmp_path)!r})):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
@@ -51,21 +52,21 @@ def test_two_measuring_runs_exclude_each_other(tmp_path: Path) -> None:
         assert other.stdin is not None
         assert other.stdout.readline() == "held\n"
         refused = pytest.raises(GateError, match="another measuring run holds the cpu lock")
-        with refused as caught, gate.measuring_lock("cpu", tmp_path):
+        with refused as caught, measuring_lock("cpu", tmp_path):
             pass
         assert caught.value.exit_code == 3
-        with gate.measuring_lock("cuda", tmp_path):
+        with measuring_lock("cuda", tmp_path):
             pass
         other.stdin.close()
         other.wait(20)
-    with gate.measuring_lock("cpu", tmp_path):
+    with measuring_lock("cpu", tmp_path):
         pass
 
 
 def test_an_unusable_lock_folder_is_one_sentence(tmp_path: Path) -> None:
     """Guards against a traceback when the lock file cannot be made."""
     (tmp_path / "file").write_text("", encoding="ascii")
-    with pytest.raises(GateError, match="cannot lock cpu"), gate.measuring_lock("cpu", tmp_path / "file" / "x"):
+    with pytest.raises(GateError, match="cannot lock cpu"), measuring_lock("cpu", tmp_path / "file" / "x"):
         pass
 
 
@@ -132,13 +133,16 @@ def test_missing_weights_and_cuda_skip_with_both_reasons(tmp_path: Path) -> None
     assert (tmp_path / "starts.txt").read_text(encoding="utf-8").count("\n") == 1  # the machine is asked once
 
 
-@pytest.mark.parametrize(("require", "word"), [("weights", "nowhere-12b"), ("cuda", "needs CUDA")])
-def test_a_required_thing_that_is_missing_fails(tmp_path: Path, require: str, word: str) -> None:
-    """Guards against a lane that skips everything and is green."""
+@pytest.mark.parametrize(
+    ("require", "word", "outcome"), [("weights", "nowhere-12b", "fail"), ("cuda", "needs CUDA", "error")]
+)
+def test_a_required_thing_that_is_missing_is_no_skip(tmp_path: Path, require: str, word: str, outcome: str) -> None:
+    """Guards against a lane that skips everything and is green: without weights it fails, without CUDA it could not
+    measure."""
     case = cases_of(tmp_path, NEEDS)[0]
     with context(tmp_path, require=[require]) as run:
         line = run.run(case)
-    assert line.outcome == "fail"
+    assert line.outcome == outcome
     assert word in line.reason
     assert f"--require {require}" in line.reason
 

@@ -23,10 +23,11 @@ from harness import grown, provenance
 from harness.context import RunContext
 from harness.errors import GateError, RunError
 from harness.grown import Grower
+from harness.needs import Needs
 from harness.record.model import Record
 from harness.record.sections.context import host, not_covered
 from harness.record.sections.summary import summary
-from harness.run import RunOptions, run_spec
+from harness.run import RunOptions, dry_run, run_spec
 from harness.spec import Case, load_spec, plan
 from harness.spec.resolve import growable, missing_checkpoints, pair_folders
 
@@ -83,7 +84,7 @@ def context(tmp_path: Path, machine: dict[str, Any] = GPU, **options: Any) -> Ru
         job_timeout_s=20,
         **{"device": "cuda", "grower": tool(tmp_path), **options},
     )
-    made._machine = machine
+    made._needs._machine = machine
     return made
 
 
@@ -301,7 +302,7 @@ def test_a_real_checkpoint_gets_no_grown_mate(tmp_path: Path) -> None:
 def test_env_names_the_grown_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair is there before env.json is written, so a resume finds the same files; its name says what it is."""
     loaded = load_spec(write_spec(tmp_path, GROWING))
-    monkeypatch.setattr(RunContext, "machine", lambda _: GPU)
+    monkeypatch.setattr(Needs, "machine", lambda _: GPU)
     monkeypatch.setattr("harness.context.Grower", lambda: tool(tmp_path))
     options = RunOptions(device="cuda", out=tmp_path / "out", lock_dir=tmp_path, worker=worker(tmp_path), command="x")
     run_spec(loaded, options)
@@ -331,3 +332,18 @@ def test_harness_without_a_cache_hashes_nothing(tmp_path: Path, monkeypatch: pyt
     case = cases_of(tmp_path)[0]
     assert case.pair is not None
     assert pair_folders(case.pair, case.folder, None) == (None, None)
+
+
+def test_a_dry_run_says_that_the_pair_is_grown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against "every case would be skipped" for a run that would build the pair and measure it."""
+    loaded = load_spec(ROOT / "specs" / "gemma4_12b.yaml")
+    options = RunOptions(out=tmp_path / "out")
+    plan = dry_run(loaded, options)
+    assert "the pair is not here and is grown first" in plan.basis
+    assert plan.children > 0
+    assert plan.seconds > sum(plan.cases.values())
+    assert "every case would be skipped" in dry_run(loaded, dataclasses.replace(options, device="cpu")).basis
+    demanded = dry_run(loaded, dataclasses.replace(options, require=("weights",)))
+    assert "every case would fail: needs checkpoint" in demanded.basis
+    monkeypatch.setattr(grown, "NEEDED_GB", {"12b": 1e9})
+    assert "growing it takes 1e+09 GB of disk" in dry_run(loaded, options).basis

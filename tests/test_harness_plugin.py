@@ -16,6 +16,7 @@ from harness.spec import load_spec, plan
 pytest_plugins = ["pytester"]
 
 CONFTEST = """\
+import contextlib
 import pytest
 from harness.record.lines import CaseLine, DecisionLine, Divergence
 
@@ -29,6 +30,9 @@ class Context:
 
     def of(self, loaded):
         return self
+
+    def lease(self, case):
+        return contextlib.nullcontext()
 
     def run(self, case):
         outcome = OUTCOMES.get(case.name, "pass")

@@ -70,7 +70,7 @@ def test_a_conversation(start: Any) -> None:
             "probe", f"x::probe{number}", {"stage": "rowwise", "draws": [8]}, timeout_s=20, on_event=seen.append
         )
         assert result.job == number
-    assert [event.line["line"] for event in seen if isinstance(event, RawLine)] == ["draw", "decision"] * 2
+    assert [event.line["line"] for event in seen if isinstance(event, RawLine)] == ["draw", "decision", "path"] * 2
     child.close()
     assert not alive(child.pid)
 
@@ -121,9 +121,17 @@ def test_a_deadline_ends_the_whole_group(start: Any, tmp_path: Path, how: str, m
     assert gone(grandchild)
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"), [("input", ChildInputError), ("memory", ChildMemoryError), ("internal", RunError)]
-)
+def test_a_job_out_of_memory_ends_the_child(start: Any) -> None:
+    """Guards against a next job that starves on what the last one left in memory."""
+    child = start(fail="memory", on="probe")
+    child.start(SETUP)
+    with pytest.raises(ChildMemoryError, match="no"):
+        child.run("probe", "x::probe", {"stage": "rowwise", "draws": [8]}, timeout_s=20)
+    assert not child.alive
+    assert gone(child.pid)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("input", ChildInputError), ("internal", RunError)])
 def test_a_failed_job_leaves_the_child_running(start: Any, kind: str, error: type[RunError]) -> None:
     """Guards against restarting a loaded pair because one prompt was refused."""
     child = start(fail=kind, on="probe")

@@ -15,9 +15,8 @@ from engine.decision import DecisionMemo, hazard_reason, prepare_mtp
 from engine.errors import EngineError
 from engine.flags import Flags
 from harness.protocol import Setup
-from harness.record.lines import CheckLine, DecisionLine, StepLine
+from harness.record.lines import CheckLine, DecisionLine
 from harness.record.report import check as check_record
-from harness.record.speed import step_figures
 from harness.record.store import read_lines
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import load_spec
@@ -178,31 +177,6 @@ def test_ops_of_a_pair_have_no_shapes_in_a_geometry(tmp_path: Path) -> None:
     rows = "  - {kind: row_identity, id: r, geometry: tiny, ops: [linear, delta_rule]}\n"
     (problem,) = problems_of(tmp_path, head + rows)
     assert problem.endswith("op delta_rule has no shapes in a geometry, only in a Qwen 3.5 pair")
-
-
-# ---- step times ------------------------------------------------------------------------------------------------------
-
-
-def test_a_drafter_of_one_pass_has_a_step_time_at_each_width(whole: tuple[Path, RunOutcome]) -> None:
-    """A pass at width 8 divided by 7 drafts says nothing of width 2, where the same pass gives one draft."""
-    lines = [
-        StepLine(case="c", step=step, rows=rows, context_tokens=9, seconds=(ms / 1000,))  # type: ignore[arg-type]
-        for step, rows, ms in (
-            ("classic", 1, 10),
-            ("verify", 2, 12),
-            ("verify", 8, 14),
-            ("draft", 2, 7),
-            ("draft", 8, 1),
-        )
-    ]
-    found = {figures.block_size: figures for figures in step_figures(lines, (), False)}
-    assert {size: figures.draft_step_ms for size, figures in found.items()} == {2: 7.0, 8: 1.0}
-    gemma = [line for line in lines if line.step != "draft"]
-    gemma.append(StepLine(case="c", step="draft", rows=1, context_tokens=9, seconds=(0.003,)))
-    assert [figures.draft_step_ms for figures in step_figures(gemma, (), False)] == [3.0, 3.0]
-    folder, outcome = whole
-    measured = read_lines(folder / "out" / "data" / outcome.page.stem / "runs.jsonl").lines
-    assert [line.rows for line in measured if isinstance(line, StepLine) and line.step == "draft"] == [4]
 
 
 # ---- the two gates ---------------------------------------------------------------------------------------------------

@@ -14,17 +14,21 @@ import torch
 from support_engine import copy_of, make_pair, random_pair_dirs
 from support_harness import ROOT, gone
 
+from engine.flags import FLAGS
+from harness import certificate, ledger
 from harness.checks import attribution
 from harness.context import RunContext
 from harness.errors import HarnessError, RunError, UsageError
 from harness.record.lines import (
     ArmLine,
     CaseLine,
+    CertificateLine,
     CheckLine,
     ChildLine,
     ComparisonLine,
     DecisionLine,
     DrawLine,
+    PathLine,
     StepLine,
 )
 from harness.record.report import check as check_record
@@ -33,7 +37,7 @@ from harness.resume import find_unfinished
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import load_spec, plan
 from harness.trial import try_prompt
-from harness.worker import row_identity
+from harness.worker import identity, row_identity
 
 THREADS = 1
 SPEC = """\
@@ -63,7 +67,14 @@ checks:
     max_tokens: 12
     ignore_stop: true
     block_sizes: [2, 4]
-  - {kind: throughput, id: decode, arms: [{name: mtp}], repeats: 3, max_tokens: 8, ignore_stop: true}
+  # Past the window, where no more than 7 rows can be dropped again, and steps of 8 rows are timed all the same.
+  - kind: throughput
+    id: decode
+    arms: [{name: mtp}]
+    repeats: 3
+    max_tokens: 8
+    ignore_stop: true
+    step_contexts: [40]
   - {kind: decline, id: decline, stage: base, expect_reason: differs, max_tokens: 8, draws: [8, 40]}
 """
 
@@ -138,7 +149,7 @@ def test_its_raw_lines_say_what_was_compared(whole: tuple[Path, RunOutcome]) -> 
     assert all(line.tokens == 12 and line.identical and line.accepted_per_round for line in comparisons)
     assert len([line for line in lines if isinstance(line, ArmLine)]) == 9
     steps = {line.step: line for line in lines if isinstance(line, StepLine)}
-    assert set(steps) == {"classic", "classic_unpadded", "verify", "draft"}
+    assert set(steps) == {"classic", "classic_unpadded", "verify", "draft_round"}
     assert all(seconds > 0 for line in steps.values() for seconds in line.seconds)
     ops = {line.name.split(":")[0] for line in lines if isinstance(line, CheckLine) and line.case.endswith("::rows")}
     assert ops == {"linear", "rmsnorm", "rope", "geglu", "attention", "lm_head"}
@@ -155,6 +166,38 @@ def test_children_report_the_flags_that_they_read(whole: tuple[Path, RunOutcome]
     assert all(child.threads == THREADS and child.versions["torch"] and child.target for child in children.values())
     text = (folder / "out" / "data" / outcome.page.stem / "runs.jsonl").read_text(encoding="utf-8")
     assert str(folder) not in text
+
+
+def test_a_real_probe_leaves_a_certificate_and_a_real_child_its_ledger(whole: tuple[Path, RunOutcome]) -> None:
+    """Guards against facts that were handed down: the arm is covered by what the child itself found, flag cells have
+    other kernels, and each child states every flag and knob."""
+    folder, outcome = whole
+    lines = read_lines(folder / "out" / "data" / outcome.page.stem / "runs.jsonl").lines
+    proofs = {line.case.partition("::")[2]: line for line in lines if isinstance(line, CertificateLine)}
+    assert set(proofs) == {"probe", "decode"}  # attribution shows what differs; it walks nowhere here
+    assert certificate.walk_reach(proofs["probe"]) == 160 + 128
+    assert proofs["probe"].identity == proofs["decode"].identity
+    bound = proofs["probe"].identity
+    assert (bound.torch, bound.threads, bound.window, bound.backend) == (torch.__version__, THREADS, 16, "reference")
+    assert bound.source == identity.source_sha256()
+    assert bound.target == identity.checkpoint_sha256(random_pair_dirs().target)
+    paths = [line for line in lines if isinstance(line, PathLine)]
+    arm = next(line for line in paths if line.arm == "mtp")
+    assert (arm.stage, arm.block_size, arm.longest_prompt > 3) == ("rowwise", 4, True)
+    assert certificate.refusal([proofs["decode"]], certificate.Wanted.of(arm, 40)) is None
+    cells = {line.case.partition("[")[2]: line for line in paths if "attribution" in line.case}
+    assert len({line.fingerprint for line in cells.values()}) == len(cells) == 4
+    unfused = cells["stage:rowwise+large_d:0]"]
+    assert (unfused.flags["MLXCEL_SDPA_VECTOR_LARGE_D"], unfused.path["classic attention, sliding"]) == (
+        "0",
+        "unfused_row",
+    )
+    for child in (line for line in lines if isinstance(line, ChildLine)):
+        told = {row.name: row for row in child.settings}
+        assert set(FLAGS) | {"device", "threads", "backend", "dtype", "OMP_NUM_THREADS"} <= set(told)
+        assert told["threads"].source == "command line"
+        assert told["MLXCEL_SDPA_VECTOR_LARGE_D"].source == ("spec" if child.child == "large_d:0" else "default")
+        assert ledger.first_difference(child.settings) is None
 
 
 SHORT = (

@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not built for this platform")
 
 from engine.quantize import dequantize, quantize
-from kernels import reference
-from kernels.embed import embed_rows
+from kernels import reference, triton_backend
+from kernels.embed import dense_rows, embed_rows
 from kernels.launch import LaunchShape
 from kernels.repack import PackedWeight, pack_dense, pack_weight
 from kernels.testing import same_bytes
@@ -41,6 +41,14 @@ def test_rows_have_the_bytes_of_the_dequantized_table(bits: int) -> None:
     embed_rows(packed, IDS, SCALE, 3, out=out)
     assert same_bytes(out[:3], expected[:3])
     assert bool((out[3:] == 7.0).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_the_dense_matrix_has_the_bytes_of_the_loaders(bits: int) -> None:
+    """Prefill multiplies by it, so its K/V would differ from another route's."""
+    packed, dense = table(bits)
+    assert same_bytes(dense_rows(packed), dense)
+    assert same_bytes(triton_backend.dense(packed), dense)
 
 
 def test_bad_operands_are_refused() -> None:

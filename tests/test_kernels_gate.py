@@ -198,7 +198,7 @@ def test_a_listing_without_loops() -> None:
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_source_rules(path: Path) -> None:
-    """No atomics, no autotune, no tl.dot outside its helper, dependent launches in order, M never specialised."""
+    """No float atomics, no autotune, no tl.dot outside its helper, dependent launches in order, M never specialised."""
     launched = set().union(*(launched_kernels(other.read_text()) for other in KERNELS))
     assert violations(path.name, path.read_text(), launched) == []
 
@@ -206,17 +206,27 @@ def test_source_rules(path: Path) -> None:
 GOOD = """
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(x_ptr, rows, K: tl.constexpr):
-    release_consumers()
     w = tl.load(x_ptr)
     wait_for_producers()
-    tl.store(x_ptr, dot(w, w, w))
+    w = dot(w, w, w)
+    release_consumers()
+    tl.store(x_ptr, w)
 
 def call(x, rows):
     _kernel[(rows,)](x, rows, K=64)
 """
 WAIT = "    wait_for_producers()"
 BROKEN = {
-    "no release": ("release_consumers()", "pass", "release_consumers() must be called once"),
+    "two releases": (
+        "    release_consumers()\n",
+        "    release_consumers()\n" * 2,
+        "release_consumers() may be called once",
+    ),
+    "a release too early": (
+        f"{WAIT}\n    w = dot(w, w, w)\n    release_consumers()",
+        f"    release_consumers()\n{WAIT}\n    w = dot(w, w, w)",
+        "release_consumers() before the wait",
+    ),
     "no wait": (f"{WAIT}\n", "", "must be called once, outside loops and conditions: 0 found"),
     "a wait in a loop": (WAIT, f"    for _ in range(2):\n    {WAIT}", "must be called once, outside loops and cond"),
     "two waits": (WAIT, f"{WAIT}\n{WAIT}", "must be called once, outside loops and conditions: 2 found"),

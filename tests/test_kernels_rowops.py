@@ -27,7 +27,7 @@ from support_rowops import (
 )
 from torch import Tensor
 
-from kernels import argmax, geglu, reference, rmsnorm, rope
+from kernels import argmax, fused_norms, geglu, reference, rmsnorm, rope
 from kernels.jit import INTERPRETED, launch_options
 from kernels.rows import new_rows, sum_partials
 from kernels.testing import poison, same_bytes
@@ -70,14 +70,14 @@ def test_norm_rows_is_the_norm_and_the_packing(width: int, bits: int) -> None:
     """The fused launch has the plain ops' bytes; rows that are not real are left alone."""
     h, w, normed = halves(8, width, seed=6, scale=2), weight(width, seed=7), poison(halves(8, width))
     expected = rmsnorm.rmsnorm(h, w, EPS)
-    found = rmsnorm.norm_rows(h, w, EPS, 5, bits, normed=normed)
+    found = fused_norms.norm_rows(h, w, EPS, 5, bits, normed=normed)
     assert same_bytes(unpacked(found)[:5], expected[:5])
     assert same_bytes(normed[:5], expected[:5])
     assert normed[5:].isnan().all()
     again = new_rows(width, bits, h.device)
     for part in (again.values, again.sums, again.scales):
         poison(part)
-    rmsnorm.norm_rows(h, w, EPS, 3, bits, out=again)
+    fused_norms.norm_rows(h, w, EPS, 3, bits, out=again)
     assert same_rows(again, found, 3)
     assert again.values[3:].isnan().all()
     assert again.sums[:, 3:].isnan().all()
@@ -97,7 +97,7 @@ def test_residual_norm_rows_is_the_ops_in_a_row(width: int, split: int, scalar: 
     layer = torch.tensor([0.7305], dtype=torch.bfloat16, device=DEVICE) if scalar else None
     h, plain, packed = residual_ops(partials, residual, post, layer, following, bits)
     out, normed = poison(torch.empty_like(residual)), poison(torch.empty_like(residual))
-    found, rows = rmsnorm.residual_norm_rows(
+    found, rows = fused_norms.residual_norm_rows(
         partials, residual, post, layer, following, EPS, 6, bits, out=out, normed=normed
     )
     assert found is out
@@ -107,7 +107,7 @@ def test_residual_norm_rows_is_the_ops_in_a_row(width: int, split: int, scalar: 
     assert same_rows(rows, packed, 6)
     assert out[6:].isnan().all()
     assert normed[6:].isnan().all()
-    alone, none = rmsnorm.residual_norm_rows(partials, residual, post, layer, None, EPS, 8, bits)
+    alone, none = fused_norms.residual_norm_rows(partials, residual, post, layer, None, EPS, 8, bits)
     assert none is None
     assert same_bytes(alone, h)
 
@@ -118,7 +118,7 @@ def test_residual_norm_rows_follows_the_reference() -> None:
     post, scalar = weight(192, seed=14), torch.tensor([1.1562], dtype=torch.bfloat16, device=DEVICE)
     y = (partials[0] + partials[1] + partials[2]).to(torch.bfloat16)
     h = reference.rmsnorm(y, post, EPS).add_(residual).mul_(scalar)
-    found, _ = rmsnorm.residual_norm_rows(partials, residual, post, scalar, None, EPS, 8, 4)
+    found, _ = fused_norms.residual_norm_rows(partials, residual, post, scalar, None, EPS, 8, 4)
     assert float((found != h).double().mean()) < 0.002
 
 
@@ -127,7 +127,7 @@ def test_residual_norm_rows_rows() -> None:
     post, following = weight(64, seed=15), weight(64, seed=16)
 
     def op(partials: Tensor, residual: Tensor, rows: int) -> list[Tensor]:
-        h, packed = rmsnorm.residual_norm_rows(partials_of(partials), residual, post, None, following, EPS, rows, 8)
+        h, packed = fused_norms.residual_norm_rows(partials_of(partials), residual, post, None, following, EPS, rows, 8)
         assert packed is not None
         return [h, *by_row(packed)]
 
@@ -366,14 +366,14 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     return [
         ("weight", lambda: rmsnorm.rmsnorm(x, weight(3, 64), EPS)),
         ("bfloat16", lambda: rmsnorm.rmsnorm(x.float(), w, EPS)),
-        ("0 rows", lambda: rmsnorm.norm_rows(x, w, EPS, 0, 4)),
-        ("9 rows", lambda: rmsnorm.norm_rows(x, w, EPS, 9, 4)),
-        ("aligned", lambda: rmsnorm.norm_rows(halves(8, 128)[:, ::2], w, EPS, 1, 4)),
-        ("multiple of 64", lambda: rmsnorm.norm_rows(halves(8, 96), weight(96), EPS, 1, 4)),
-        ("8 bits given", lambda: rmsnorm.norm_rows(x, w, EPS, 1, 4, out=new_rows(64, 8, x.device))),
-        ("scalar", lambda: rmsnorm.residual_norm_rows(p, x, w, w.bfloat16(), w, EPS, 1, 4)),
-        ("another buffer", lambda: rmsnorm.residual_norm_rows(p, x, w, None, w, EPS, 1, 4, out=x)),
-        ("next_weight", lambda: rmsnorm.residual_norm_rows(p, x, w, None, None, EPS, 1, 4, normed=x)),
+        ("0 rows", lambda: fused_norms.norm_rows(x, w, EPS, 0, 4)),
+        ("9 rows", lambda: fused_norms.norm_rows(x, w, EPS, 9, 4)),
+        ("aligned", lambda: fused_norms.norm_rows(halves(8, 128)[:, ::2], w, EPS, 1, 4)),
+        ("multiple of 64", lambda: fused_norms.norm_rows(halves(8, 96), weight(96), EPS, 1, 4)),
+        ("8 bits given", lambda: fused_norms.norm_rows(x, w, EPS, 1, 4, out=new_rows(64, 8, x.device))),
+        ("scalar", lambda: fused_norms.residual_norm_rows(p, x, w, w.bfloat16(), w, EPS, 1, 4)),
+        ("another buffer", lambda: fused_norms.residual_norm_rows(p, x, w, None, w, EPS, 1, 4, out=x)),
+        ("next_weight", lambda: fused_norms.residual_norm_rows(p, x, w, None, None, EPS, 1, 4, normed=x)),
         ("odd", lambda: rope.rope_row(halves(8, 1, 15), random(8, 1, 15), random(8, 1, 15))),
         ("rope_general: cos", lambda: rope.rope_general(halves(8, 1, 16), random(8, 16), random(8, 16))),
         ("columns", lambda: c.run(random(1, 8, 48), 0, 1)),

@@ -22,7 +22,7 @@ from support_rowops import (
 )
 from torch import Tensor
 
-from kernels import argmax, geglu, reference, rmsnorm, rope
+from kernels import argmax, fused_norms, geglu, reference, rmsnorm, rope
 from kernels.rows import pack_rows, sum_partials
 from kernels.testing import poison, row_difference, same_bytes
 
@@ -63,7 +63,7 @@ def test_residual_norm_rows(width: int, split: int, bits: int) -> None:
 
     def op(partials: Tensor, residual: Tensor, rows: int) -> list[Tensor]:
         normed = torch.empty_like(residual)
-        h, packed = rmsnorm.residual_norm_rows(
+        h, packed = fused_norms.residual_norm_rows(
             partials_of(partials), residual, post, scalar, following, EPS, rows, bits, normed=normed
         )
         assert packed is not None
@@ -86,11 +86,11 @@ def test_norm_rows(width: int, bits: int) -> None:
     plain = rmsnorm.rmsnorm(h, w, EPS)
     assert rounded_once(plain, exact)
     normed = torch.empty_like(h)
-    packed = rmsnorm.norm_rows(h, w, EPS, 8, bits, normed=normed)
+    packed = fused_norms.norm_rows(h, w, EPS, 8, bits, normed=normed)
     assert same_bytes(normed, plain)
     assert same_rows(packed, pack_rows(plain, bits), 8)
-    assert row_difference(lambda x, m: by_row(rmsnorm.norm_rows(x, w, EPS, m, bits)), [h]) is None
-    holds_in_a_graph(lambda: by_row(rmsnorm.norm_rows(h, w, EPS, 8, bits)))
+    assert row_difference(lambda x, m: by_row(fused_norms.norm_rows(x, w, EPS, m, bits)), [h]) is None
+    holds_in_a_graph(lambda: by_row(fused_norms.norm_rows(h, w, EPS, 8, bits)))
 
 
 GEOMETRY = [

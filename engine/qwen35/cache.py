@@ -64,6 +64,10 @@ class StateCache:
         self._states = [state]
         self.length += inputs.shape[0]
 
+    def reserve(self, count: int) -> None:
+        """EngineError: a state follows from its inputs, there is no row to be written later."""
+        raise EngineError(f"state cache: cannot reserve {count} rows")
+
     def rollback(self, n: int) -> None:
         """Drop the newest n rows; EngineError past the rows of the last steps, at most 8."""
         if not 0 <= n < len(self._states):
@@ -80,6 +84,12 @@ class StateCache:
     def snapshot(self) -> StateSnapshot:
         """The logical content; how many older states are kept does not show."""
         return StateSnapshot(self.length, _bytes(self._inputs[-self.past :]), _bytes(self.state))
+
+    def committed(self) -> Tensor:
+        """The logical content as bits int32 [n]: the convolution's past, then the state."""
+        past = self._inputs[-self.past :].contiguous().view(torch.uint8).flatten()
+        state = self.state.contiguous().view(torch.uint8).flatten()
+        return torch.cat((past, state)).view(torch.int32)
 
     @property
     def nbytes(self) -> int:

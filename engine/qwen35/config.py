@@ -74,6 +74,24 @@ class Qwen35Config:
         """No layer of this family has a window."""
         return None
 
+    @property
+    def words(self) -> str:
+        """The shapes in one line."""
+        full, linear = self.kinds.count("full"), self.kinds.count("linear")
+        return (
+            f"hidden {self.hidden_size}, MLP {self.intermediate_size}, {full} full {self.num_attention_heads}/"
+            f"{self.num_key_value_heads} x {self.head_dim}, {linear} linear {self.linear_num_key_heads}/"
+            f"{self.linear_num_value_heads} x {self.linear_key_head_dim} x {self.linear_value_head_dim}, "
+            f"convolution {self.linear_conv_kernel_dim}, {self.rotary_dim} turned, vocabulary {self.vocab_size}"
+        )
+
+    def kv_bytes(self, context: int, itemsize: int) -> int:
+        """Bytes that the row after `context` tokens reads beside the weights: K/V of full layers, states fp32."""
+        rows = 2 * self.num_key_value_heads * self.head_dim * (context + 1) * itemsize
+        state = 4 * self.value_width * self.linear_key_head_dim
+        past = (self.linear_conv_kernel_dim - 1) * self.conv_width * itemsize
+        return self.kinds.count("full") * rows + self.kinds.count("linear") * (state + past)
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
@@ -93,6 +111,16 @@ class DFlashConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
+
+    @property
+    def words(self) -> str:
+        """The shapes in one line."""
+        taps = ", ".join(map(str, self.target_layer_ids))
+        return (
+            f"hidden {self.hidden_size}, MLP {self.intermediate_size}, {self.num_hidden_layers} full "
+            f"{self.num_attention_heads}/{self.num_key_value_heads} x {self.head_dim}, block {self.block_size}, "
+            f"taps {taps}, vocabulary {self.vocab_size}"
+        )
 
 
 def parse_target_config(raw: Mapping[str, Any], where: str = "config.json") -> Qwen35Config:

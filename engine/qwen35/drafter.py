@@ -31,8 +31,6 @@ from kernels.delta import DeltaOps
 class DFlashDrafter:
     """A loaded drafter; `bind` ties it to the target whose embeddings, head and hidden states it uses."""
 
-    one_pass = True
-
     def __init__(
         self,
         checkpoint: Checkpoint,

@@ -12,6 +12,7 @@ from harness.checks import (
     geometry,
     greedy_parity,
     kernel_throughput,
+    peer_decode,
     row_identity,
     throughput,
 )
@@ -48,6 +49,7 @@ KINDS: dict[str, CheckKind] = {
         CheckKind("greedy_parity", greedy_parity.measure, greedy_parity.judge, 25),
         CheckKind("throughput", throughput.measure, throughput.judge, 60),
         CheckKind("kernel_throughput", kernel_throughput.measure, kernel_throughput.judge, 10),
+        CheckKind("peer_decode", peer_decode.measure, peer_decode.judge, 60),
         CheckKind("decline", decline.measure, decline.judge, 5),
     )
 }

@@ -1,4 +1,4 @@
-"""The command line: `harness list`, `check`, `run`, `try`, `report`, `compare`, `schema`, `env`, `new`.
+"""The command line: `harness list`, `check`, `run`, `try`, `report`, `compare`, `power`, `schema`, `env`, `new`.
 
 One module per verb; what is heavy is imported inside a verb, so that `list` and `check` stay fast.
 Exit codes: 0 no case failed, 1 a case failed, 2 usage or bad spec, 3 could not measure.
@@ -17,6 +17,7 @@ from harness.cli.compare import compare
 from harness.cli.env import env
 from harness.cli.inspect import check, list_specs
 from harness.cli.new import new
+from harness.cli.power import power
 from harness.cli.report import report
 from harness.cli.run import run
 from harness.cli.schema import schema
@@ -32,7 +33,7 @@ def cli(traceback: bool) -> None:
     """Hold multi-token prediction to byte-identical text and a real speed-up, one YAML spec at a time."""
 
 
-for command in (list_specs, check, run, try_spec, report, compare, schema, env, new):
+for command in (list_specs, check, run, try_spec, report, compare, power, schema, env, new):
     cli.add_command(command)
 
 

@@ -13,7 +13,7 @@ import yaml
 from harness.cli.common import SPECS_FOLDER, select, spec_paths, warn_stray_flags
 from harness.errors import UsageError
 from harness.spec import Case, LoadedSpec, child_key, load_specs, plan
-from harness.spec.resolve import missing_checkpoints, models_root
+from harness.spec.resolve import growable, missing_checkpoints, models_root
 
 
 @click.command("list")
@@ -75,8 +75,9 @@ def _print(spec: LoadedSpec, cases: list[Case], verbose: bool) -> None:
     children = len({child_key(case.env) for case in cases})
     counts = f"{len(cases)} case{'s' * (len(cases) != 1)}, {children} child process{'es' * (children != 1)}"
     click.echo(f"{spec.id_path}: {spec.spec.title} ({counts})")
+    state = "not here" if growable(spec.spec.pair, spec.folder, models_root()) else "would skip"
     for reason in missing_checkpoints(spec.spec.pair, spec.folder, models_root()):
-        click.echo(f"  would skip: {reason}")
+        click.echo(f"  {state}: {reason}")
     for case in cases:
         notes = [mark for mark in case.marks if mark != "bench"]
         notes += [f"skip: {case.skip}"] * (case.skip is not None)

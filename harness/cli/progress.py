@@ -49,16 +49,22 @@ class Json:
 
 
 class Plain:
-    """One line when a case begins, one when it ends."""
+    """One line when a case begins, one when it ends; with cases side by side, each line names its own."""
+
+    def __init__(self) -> None:
+        self._running: set[str | None] = set()
 
     def see(self, event: RunEvent) -> None:
         """Show beginnings, ends and notes."""
+        name = f"{short(event.case)}: " if len(self._running) > 1 and event.case else ""
         if event.kind == "case_start":
+            self._running.add(event.case)
             click.echo(f"[{event.done + 1}/{event.total}] {short(event.case)}")
         elif event.line is not None:
-            click.echo(f"    {ending(event.line)}")
+            self._running.discard(event.case)
+            click.echo(f"    {name}{ending(event.line)}")
         elif event.kind in ("child", "note"):
-            click.echo(f"    {event.text}")
+            click.echo(f"    {name}{event.text}")
 
 
 class Bars:

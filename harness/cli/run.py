@@ -14,6 +14,8 @@ from harness.errors import UsageError
 from harness.require import REQUIREMENTS, required
 from harness.spec import LoadedSpec, load_spec, plan
 
+QUIET_WAIT_S = 15.0
+
 if TYPE_CHECKING:
     from harness.record.lines import CaseLine
     from harness.run import RunOptions
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 @click.option("--record", default=None, help="With --resume: the record to finish (its page or data folder).")
 @click.option("--require", multiple=True, metavar="WHAT", help=f"Fail without it: {', '.join(REQUIREMENTS)}.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads of the child processes.")
+@click.option("--jobs", type=click.IntRange(1), default=1, help="Cases side by side: a GPU each, or sharing the CPU.")
+@click.option(
+    "--executor", type=click.Choice(["local", "ray"]), default="local", help="Where jobs run. [default: here]"
+)
+@click.option("--no-gate", is_flag=True, help="Measure on a machine that is in use or too small; the record says so.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per case, then one for the run.")
 @click.option("--plain", is_flag=True, help="Lines instead of progress bars (as when the output is not a terminal).")
 @click.option("--quiet", "-q", is_flag=True, help="Only what failed, and where the record is.")
@@ -42,6 +49,9 @@ def run(
     record: str | None,
     require: tuple[str, ...],
     threads: int | None,
+    jobs: int,
+    executor: str,
+    no_gate: bool,
     as_json: bool,
     plain: bool,
     quiet: bool,
@@ -54,12 +64,23 @@ def run(
 
     if record is not None and not resume:
         raise UsageError("--record names what --resume finishes; give both, or neither")
+    if device is not None and ":" in device and (jobs > 1 or executor == "ray"):
+        raise UsageError(f"--device {device} is one GPU; for several jobs give --device cuda, and each gets its own")
     loaded = load_spec(spec)
     folder = Path(out) if out is not None else DEFAULT_OUT
     chosen = tuple(case.id for case in select(plan(loaded), only)) if only else ()
     unfinished = (Path(record) if record is not None else find_unfinished(loaded, folder)) if resume else None
     options = RunOptions(
-        only=chosen, device=device, out=folder, resume=unfinished, require=required(require), threads=threads
+        only=chosen,
+        device=device,
+        out=folder,
+        resume=unfinished,
+        require=required(require),
+        threads=threads,
+        jobs=jobs,
+        executor="ray" if executor == "ray" else "local",
+        gate_off=no_gate,
+        quiet_s=QUIET_WAIT_S,
     )
     if dry_run:
         return _dry_run(loaded, options, as_json)

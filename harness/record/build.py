@@ -11,57 +11,82 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from harness.errors import RecordError
+from harness.pairs import NULL, is_bracketed
+from harness.record.certified import Certified, certify, with_speed, withhold_arms, withhold_steps
+from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
 from harness.record.finding import state_finding
+from harness.record.gate_view import gate_rows
 from harness.record.host import device_label, host_rows
 from harness.record.kernels import kernel_figures
+from harness.record.ledger_rows import ledger_rows
 from harness.record.lines import (
     AnyLine,
     ArmLine,
+    BlockLine,
     CaseLine,
+    CertificateLine,
     CheckLine,
     ChildLine,
     ComparisonLine,
     DecisionLine,
+    DecodeLine,
     DrawLine,
     EndLine,
+    FloorLine,
+    GateLine,
     KernelLine,
     KernelShapeLine,
     Outcome,
+    PathLine,
     PeerLine,
     StartLine,
     StepLine,
     Verdict,
 )
 from harness.record.model import (
+    ArmFigures,
+    BarFigures,
     CaseRecord,
     CheckFigures,
     ChildRecord,
     ComparisonFigures,
     DrawFigures,
     Record,
+    StepFigures,
 )
 from harness.record.spec_view import CaseName, SpecView
 from harness.record.speed import (
     NOT_JUDGED,
     acceptance_figures,
     arm_figures,
-    is_bracketed,
+    oracle_figures,
     outputs_by_prompt,
     step_figures,
 )
 from harness.record.speed import UNFINISHED as UNFINISHED_ARMS
+from harness.spec.speed_model import StepBars
+from harness.step_bars import step_bars
 
 CaseEvent = (
     DrawLine
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
+    | FloorLine
     | CheckLine
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | BlockLine
+    | DecodeLine
+    | PathLine
+    | CertificateLine
     | CaseLine
 )
 UNFINISHED = "unfinished: the run stopped before this case ended"
@@ -76,6 +101,7 @@ class Grouped:
     children: dict[str, ChildLine]
     cases: dict[str, tuple[CaseEvent, ...]]
     end: EndLine | None
+    abandoned: dict[str, int]  # repeats of a case that an earlier segment timed
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -89,6 +115,7 @@ def group_lines(lines: Iterable[AnyLine]) -> Grouped:
     children: dict[str, ChildLine] = {}
     segments: dict[str, tuple[int, list[CaseEvent]]] = {}
     end: EndLine | None = None
+    abandoned: Counter[str] = Counter()
     for line in lines:
         if isinstance(line, StartLine):
             starts.append(line)
@@ -100,10 +127,12 @@ def group_lines(lines: Iterable[AnyLine]) -> Grouped:
         else:
             segment, events = segments.get(line.case, (-1, []))
             if segment != len(starts):
+                abandoned[line.case] += len({e.repeat for e in events if isinstance(e, ArmLine) and e.arm != NULL})
                 events = []
                 segments[line.case] = (len(starts), events)
             events.append(line)
-    return Grouped(tuple(starts), children, {case: tuple(found) for case, (_, found) in segments.items()}, end)
+    cases = {case: tuple(found) for case, (_, found) in segments.items()}
+    return Grouped(tuple(starts), children, cases, end, dict(abandoned))
 
 
 def build_record(
@@ -117,9 +146,10 @@ def build_record(
     run = group_lines(lines)
     start = run.starts[0] if run.starts else None
     identical = tokens_identical(run, spec)
+    certified = certify(run.starts, run.cases)
     known = dict.fromkeys((*run.planned, *run.cases))
     cases = tuple(
-        build_case(case_id, run.cases[case_id], spec, withhold=identical is False)
+        build_case(case_id, run.cases[case_id], spec, identical is False, certified, run.abandoned.get(case_id, 0))
         for case_id in known
         if case_id in run.cases
     )
@@ -163,9 +193,11 @@ def build_record(
         contradictions=tuple(
             problem
             for case in cases
-            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""))
+            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""), certified)
         ),
-        host=host_rows(env, tuple(run.children.values())),
+        host=host_rows(env, tuple(run.children.values())) | gate_rows(run.starts, run.cases),
+        certificates=certified.figures,
+        ledger=ledger_rows(tuple(run.children.values()), run.cases, spec),
         sources=dict(sources or {}),
     )
 
@@ -182,8 +214,15 @@ def tokens_identical(run: Grouped, spec: SpecView) -> bool | None:
     return all(seen) if seen else None
 
 
-def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withhold: bool) -> CaseRecord:
-    """One case from its own lines."""
+def build_case(
+    case_id: str,
+    events: Sequence[CaseEvent],
+    spec: SpecView,
+    withhold: bool,
+    certified: Certified,
+    abandoned: int = 0,
+) -> CaseRecord:
+    """One case from its own lines; an arm that no certificate covers has no speed-up."""
     name = CaseName.parse(case_id)
     ended = next((event for event in reversed(events) if isinstance(event, CaseLine)), None)
     decisions = [event for event in events if isinstance(event, DecisionLine)]
@@ -192,8 +231,16 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
     checks = [event for event in events if isinstance(event, CheckLine)]
     arm_lines = [event for event in events if isinstance(event, ArmLine)]
     step_lines = [event for event in events if isinstance(event, StepLine)]
-    no_verdict = UNFINISHED_ARMS if ended is None else None if ended.outcome in ("pass", "unresolved") else NOT_JUDGED
-    arms = arm_figures(arm_lines, spec.smallest_effect(name.check), withhold=withhold, no_verdict=no_verdict)
+    floors = [event for event in events if isinstance(event, FloorLine)]
+    judged = ended is not None and (ended.outcome in ("pass", "unresolved") or ended.verdict is not None)
+    no_verdict = UNFINISHED_ARMS if ended is None else None if judged else NOT_JUDGED
+    effect, refused = spec.smallest_effect(name.check), {} if withhold else certified.refused.get(case_id, {})
+    arms = arm_figures(arm_lines, effect, withhold=withhold, no_verdict=no_verdict)
+    steps = step_figures(step_lines, arms, withhold, floors)
+    if refused:
+        arms = withhold_arms(arms, arm_figures(arm_lines, effect, withhold=True), refused)
+        blank = step_figures(step_lines, arms, True, floors)
+        steps = withhold_steps(step_figures(step_lines, arms, withhold, floors), blank, arms)
     kind = ended.kind if ended else str(spec.setting(name.check, "kind", "unknown"))
     divergence = next((line.first_divergence for line in decisions if line.first_divergence), None)
     failing = next((draw for draw in draws if not draw.passed), None)
@@ -208,7 +255,7 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         outcome=ended.outcome if ended else "error",
         reason=ended.reason if ended else UNFINISHED,
         declared=spec.declared(name, kind),
-        verdict=(ended.verdict if not withhold else "unresolved") if ended and ended.verdict else None,
+        verdict=(ended.verdict if not (withhold or refused) else "unresolved") if ended and ended.verdict else None,
         finished=ended is not None,
         child=ended.child if ended else None,
         seconds=ended.seconds if ended else 0.0,
@@ -225,10 +272,32 @@ def build_case(case_id: str, events: Sequence[CaseEvent], spec: SpecView, withho
         comparisons=tuple(build_comparison(event) for event in events if isinstance(event, ComparisonLine)),
         checks=tuple(CheckFigures(**check.model_dump(exclude={"line", "case"})) for check in checks),
         arms=arms,
-        steps=step_figures(step_lines, arms, withhold),
+        steps=steps,
+        bars=() if withhold or not steps else bar_figures(spec, name.check, arms, steps),
         kernel=kernel,
+        decode=decode_figures(events, withhold),
+        engines=engine_figures(events) if kind == "peer_decode" else (),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
+        oracle=oracle_figures(step_lines, with_speed(arms), withhold),
+        abandoned=abandoned,
+        kernels_sha256=next((e.fingerprint for e in events if isinstance(e, PathLine) and not e.arm), None),
+    )
+
+
+def bar_figures(
+    spec: SpecView, check: str, arms: Sequence[ArmFigures], steps: Sequence[StepFigures]
+) -> tuple[BarFigures, ...]:
+    """The spec's bars on steps and speed-up over the figures of its case."""
+    try:
+        bars = StepBars.model_validate(spec.setting(check, "bars", {}))
+    except ValidationError as error:
+        raise RecordError(
+            f"the record's spec.yaml: bars of {check} are malformed: {error.errors()[0]['msg']}"
+        ) from None
+    found = step_bars(bars, spec.block_size, arms, steps)
+    return tuple(
+        BarFigures(what=bar.what, value=bar.value, limit=bar.limit, highest=bar.highest, met=bar.met) for bar in found
     )
 
 
@@ -245,7 +314,7 @@ def build_comparison(line: ComparisonLine) -> ComparisonFigures:
 
 def build_child(line: ChildLine) -> ChildRecord:
     """One child process."""
-    return ChildRecord(**line.model_dump(exclude={"line"}))
+    return ChildRecord(**line.model_dump(exclude={"line", "settings", "started_for"}))
 
 
 def overall_outcome(cases: Sequence[CaseRecord], not_run: Sequence[str]) -> Outcome:

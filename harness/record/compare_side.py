@@ -26,6 +26,7 @@ _AXES = {"stages", "shapes", "geometries", "layers", "contexts", "arms"}
 # What decides an outcome but no figure.
 _JUDGES = {"bars", "min_acceptance", "min_distinct_tokens", "must_pass", "peers", "peer_rows", "expect_reason"}
 _JUDGES |= {"repeats", "warmup", "smallest_effect", "repeat_calls"}
+_JUDGES |= {"order", "null_blocks", "processes", "discard"}
 _PROMPTED = ("greedy_parity", "throughput", "decline")
 
 

@@ -8,21 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.flags import FlagError, read_flags
-from harness import stats
+from harness import ledger, stats
+from harness.kernel_figures import OURS
+from harness.record.certified import Certified
 from harness.record.lines import AnyLine, ArmLine, ChildLine, ComparisonLine
 from harness.record.model import CaseRecord
 
 MEASURED = ("pass", "unresolved")
 
 
-def contradictions_of(case: CaseRecord, events: Sequence[AnyLine], child: ChildLine | None) -> list[str]:
+def contradictions_of(
+    case: CaseRecord, events: Sequence[AnyLine], child: ChildLine | None, certified: Certified
+) -> list[str]:
     """Every statement of this case that its raw lines do not bear out, as `name: what`."""
     problems: list[str] = []
     if case.finished:
         problems += OUTCOME_RULES.get(case.kind, _no_rule)(case)
     problems += _counters(events)
+    problems += certified.problems(case.id, case.kind == "throughput" and case.outcome in MEASURED)
     if child is not None and case.outcome in MEASURED:
         problems += _flags(child)
+        problems += [text for row in child.settings if (text := ledger.difference(row)) is not None]
     return [f"{case.name}: {problem}" for problem in problems]
 
 
@@ -116,6 +122,21 @@ def _kernel(case: CaseRecord) -> Iterator[str]:
             yield f"outcome {case.outcome}, but {peer.peer} is said to have run and has no time"
 
 
+def _peer_decode(case: CaseRecord) -> Iterator[str]:
+    if case.outcome not in MEASURED:
+        return
+    ours = [line for line in case.decode if line.arm == OURS]
+    if not ours:
+        yield f"outcome {case.outcome}, but our own decode was not measured"
+    for line in ours:
+        if line.rows_equal != line.rows or line.differing_bytes:
+            yield f"outcome {case.outcome}, but our block after {line.context_tokens} tokens is not our chain"
+    timed = {line.arm for line in case.decode if line.n}
+    for engine in case.engines:
+        if engine.reason is None and engine.peer not in timed:
+            yield f"outcome {case.outcome}, but {engine.peer} is said to have run and has no time"
+
+
 def _no_rule(case: CaseRecord) -> Iterator[str]:
     if case.outcome == "pass":
         yield f"outcome pass of unknown kind {case.kind!r}; nothing here can confirm it"
@@ -129,6 +150,7 @@ OUTCOME_RULES = {
     "geometry": _statements,
     "row_identity": _statements,
     "kernel_throughput": _kernel,
+    "peer_decode": _peer_decode,
     "decline": _decline,
 }
 

@@ -68,16 +68,23 @@ def _bad_news(
         return _difference(cases)
     declined = next((case for case in cases if case.outcome == "declined" and not case.declared), None)
     if declined is not None:
+        if declined.kind == "throughput" and declined.engaged:
+            return f"no speed is stated, {short(declined.reason)}"
         return f"MTP declines, {short(declined.first_divergence_text or declined.decision_reason or declined.reason)}"
     if any(case.inexact for case in cases):
         return "MTP engaged inexact, by override"
-    failed = [case for case in cases if case.outcome == "fail" and case.check not in known_failures]
+    failed = [c for c in cases if c.outcome == "fail" and c.check not in known_failures and not _only_bars(c)]
     if failed:
         first = failed[0]
         what = short(first.first_divergence_text or first.reason)
         verb = "fails" if len(failed) == 1 else "fail"
         return f"{len(failed)} of {plural(len(cases), 'case')} {verb}, first {first.name}: {what}"
     return None
+
+
+def _only_bars(case: CaseRecord) -> bool:
+    """Whether a case failed on its bars alone: its text is right and its speed-up was judged."""
+    return case.outcome == "fail" and case.verdict is not None and any(bar.met is False for bar in case.bars)
 
 
 def _difference(cases: Sequence[CaseRecord]) -> str:
@@ -107,6 +114,10 @@ def _speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -> tuple[
     words = [arm_words(arm, named=len(arms) > 1) for arm in arms]
     found: set[Verdict] = {arm.verdict for arm in arms}
     mark = "negative" if "slower" in found else "unresolved" if "unresolved" in found else None
+    missed = [bar for case in cases for bar in case.bars if bar.met is False]
+    if missed:
+        bars = f"{plural(len(missed), 'bar')} missed, first {missed[0].what} {missed[0].value:.3g}"
+        return f"{'; '.join(words)}, byte-identical, {bars}", "negative"
     return f"{'; '.join(words)}, byte-identical", mark
 
 
@@ -119,7 +130,7 @@ def arm_words(arm: ArmFigures, named: bool = False) -> str:
         losses = sorted(-delta for delta in arm.delta)
         low, high = (percent(loss).lstrip("+") for loss in (losses[0], losses[-1]))
         return f"{who} decodes {low if low == high else f'{low} to {high}'} slower than classic"
-    null = percent_range(arm.null)
+    null = percent_range((*arm.null, *arm.null_block))
     if arm.verdict == "equivalent":
         return (
             f"{who} decodes as fast as classic, deltas {percent_range(arm.delta)} within {percent(arm.smallest_effect)}"
@@ -158,6 +169,7 @@ def _without_speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -
     if len(skipped) == len(cases):
         return f"nothing measured here, {short(skipped[0].reason)}"
     if tokens_identical is True:
-        return "MTP is byte-identical to classic, speed not measured"
+        withheld = any(arm.verdict_reason.startswith("withheld") for case in cases for arm in case.arms)
+        return f"MTP is byte-identical to classic, speed {'withheld' if withheld else 'not measured'}"
     ran = len(cases) - len(skipped)
     return f"{plural(ran, 'case')} ran as declared, text and speed not compared"

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.record.telemetry import Telemetry
+
 SCHEMA_VERSION = 1
 
 Outcome = Literal["pass", "fail", "declined", "skipped", "unresolved", "error"]
@@ -49,7 +51,38 @@ class StartLine(Line):
     started_utc: str
     command: str
     resumed: bool = False
+    gate_ignored: tuple[str, ...] | None = None  # with --no-gate: what the gate would have refused; None: it was on
     cases: tuple[str, ...]  # every planned id, in order: what a partial record misses is computed from this
+    certified: bool = False  # speed-ups of this run need a certificate; false in records from before there were any
+
+
+class Setting(Line):
+    """One row of a child's ledger: what was asked for, what the child read or runs with, and from where."""
+
+    name: str
+    requested: str | None  # None: nobody asked
+    effective: str  # read back in the child, never echoed
+    source: str  # "default", "spec", "command line", "environment", "device"
+    read: str  # when it is read
+    note: str = ""  # why it has no effect here
+
+
+class Identity(Line):
+    """What decides the bytes of a child's arithmetic, apart from flags, stage and shapes: read in the child."""
+
+    target: str  # SHA-256 over config, index, tokenizer and weights (of a large checkpoint a sample of its weights)
+    drafter: str
+    source: str  # SHA-256 over the code of kernels/ and engine/
+    torch: str
+    triton: str
+    driver: str
+    device: str  # the GPU's name, or the CPU's
+    compute_capability: str  # "9.0"; of a CPU the instruction set that torch chose
+    threads: int
+    backend: str
+    dtype: str
+    geometry: str
+    window: int  # 0: no layer has one
 
 
 class ChildLine(Line):
@@ -57,6 +90,7 @@ class ChildLine(Line):
 
     line: Literal["child"] = "child"
     child: str  # short name: the flag cell, e.g. "multirow:0+large_d:unset", or "default"
+    started_for: str | None = None  # the case that needed it first
     env_requested: dict[str, str | None]
     flags_effective: dict[str, str]
     ready_s: float
@@ -66,6 +100,46 @@ class ChildLine(Line):
     target: dict[str, Any] = Field(default_factory=dict)  # checkpoint name, fingerprint, bytes
     drafter: dict[str, Any] = Field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    load_phases: dict[str, float] = Field(default_factory=dict)  # seconds by phase of ready_s, the pair's part
+    settings: tuple[Setting, ...] = ()
+
+
+class PathLine(Line):
+    """What a probe, or an arm that is about to be timed, computes with: its kernels by name, and their fingerprint."""
+
+    line: Literal["path"] = "path"
+    case: str
+    arm: str | None = None  # None: a probe of its own
+    stage: str
+    block_size: int
+    identity: Identity
+    flags: dict[str, str]
+    path: dict[str, str]  # op -> kernel, for the block and for classic decode
+    longest_prompt: int = 0  # tokens, of an arm's prompts
+    fingerprint: str  # SHA-256 over identity, block size and path: equal for arms that differ in name only
+
+
+class ProbeInput(Line):
+    """One input that a certificate rests on."""
+
+    name: str
+    prompt_tokens: int
+    rows: int  # logits rows compared
+    total_bytes: int
+
+
+class CertificateLine(Line):
+    """What a passed probe proves, and for what alone: another value of any field is not covered."""
+
+    line: Literal["certificate"] = "certificate"
+    case: str
+    identity: Identity
+    flags: dict[str, str]
+    stage: str
+    block_size: int
+    inputs: tuple[ProbeInput, ...]
+    classic_sha256: str  # of the classic chain's logits
+    sha256: str  # over all of the above but the case
 
 
 class DrawLine(Line):
@@ -121,6 +195,13 @@ class ComparisonLine(Line):
     classic_decode_s: float
 
 
+class Disturbance(Line):
+    """What the machine did while an arm ran, as its telemetry has it: never read off the arm's own time."""
+
+    cause: Literal["throttled", "foreign_load"]
+    detail: str  # with its figure and the limit
+
+
 class ArmLine(Line):
     """One timed generation: one arm, in one repeat, for one prompt."""
 
@@ -128,7 +209,7 @@ class ArmLine(Line):
     case: str
     repeat: int
     slot: Literal["open", "arm", "close"]
-    arm: str  # "classic" for brackets, else the arm's name
+    arm: str  # "classic" for brackets, "null" for classic in an arm's place, else the arm's name
     block_size: int
     prompt: str
     prompt_tokens: int
@@ -142,6 +223,22 @@ class ArmLine(Line):
     verify_s: float = 0.0
     draft_s: float = 0.0
     load1: float | None = None
+    process: int | None = None  # which fresh process of the case; None in records older than this field
+    disturbed: tuple[Disturbance, ...] = ()
+    before: Telemetry | None = None
+    after: Telemetry | None = None
+
+
+class GateLine(Line):
+    """The machine around a timed case, or what `--no-gate` let pass when a pair was loaded."""
+
+    line: Literal["gate"] = "gate"
+    case: str
+    when: Literal["load", "before", "after"]
+    waited_s: float = 0.0  # for a quiet CPU
+    note: str = ""  # what else ran when the case began; empty: nothing that matters
+    ignored: tuple[str, ...] = ()
+    telemetry: Telemetry | None = None
 
 
 class StepLine(Line):
@@ -149,10 +246,22 @@ class StepLine(Line):
 
     line: Literal["step"] = "step"
     case: str
-    step: Literal["classic", "classic_unpadded", "verify", "draft"]
-    rows: int
+    step: Literal["classic", "classic_unpadded", "verify", "draft", "draft_round"]
+    rows: int  # of a draft_round: its drafts, all of them in each time
     context_tokens: int
     seconds: tuple[float, ...]
+
+
+class FloorLine(Line):
+    """What a classic step must read at a context, and how long this card takes to read so much: the byte floor."""
+
+    line: Literal["floor"] = "floor"
+    case: str
+    context_tokens: int
+    weight_bytes: int  # every matrix once, the LM head among them, as the kernels read it
+    kv_bytes: int  # keys and values that the new row sees, over all layers
+    stream_bytes: int  # of the buffer that the stream reads
+    stream_s: tuple[float, ...]  # seconds of one read of it, in the same run
 
 
 class CheckLine(Line):
@@ -208,6 +317,33 @@ class KernelLine(Line):
     rel_error: float | None = None  # ||out - ref|| / ||ref|| against float64 of the function that this arm computes
 
 
+class BlockLine(Line):
+    """One engine's block of rows against its own chain, logits as bytes, after one context."""
+
+    line: Literal["block"] = "block"
+    case: str
+    arm: str  # "ours" or a peer
+    context_tokens: int
+    rows: int
+    rows_equal: int
+    differing_bytes: int
+    total_bytes: int
+    argmax_equal: int  # rows whose greedy token is the chain's
+    repeatable: bool  # the same chain twice gave the same bytes
+    seconds: tuple[float, ...]  # of the block's forward, run a few times after a first one
+
+
+class DecodeLine(Line):
+    """Classic decode of one engine after one context: seconds from one token to the next, as its user gets them."""
+
+    line: Literal["decode"] = "decode"
+    case: str
+    arm: str
+    context_tokens: int
+    tokens: tuple[int, ...]  # what it decoded, the untimed first ones included
+    seconds: tuple[float, ...]
+
+
 class CaseLine(Line):
     """How a case ended. Written once per case; a resumed run skips cases that have one (except `error`)."""
 
@@ -234,15 +370,21 @@ class EndLine(Line):
 AnyLine = Annotated[
     StartLine
     | ChildLine
+    | PathLine
+    | CertificateLine
     | DrawLine
     | DecisionLine
     | ComparisonLine
     | ArmLine
+    | GateLine
     | StepLine
+    | FloorLine
     | CheckLine
     | KernelShapeLine
     | PeerLine
     | KernelLine
+    | BlockLine
+    | DecodeLine
     | CaseLine
     | EndLine,
     Field(discriminator="line"),

@@ -23,6 +23,11 @@ def _rounded(value: float) -> float:
 Figure = Annotated[float, AfterValidator(_rounded)]
 
 
+def later(default: Any = None) -> Any:
+    """A field that came after the first records: left out of record.json while empty, so old ones keep their bytes."""
+    return Field(default=default, exclude_if=lambda value: value is None or value == default)
+
+
 class Part(BaseModel):
     """Base of every part: unknown keys refused, frozen."""
 
@@ -39,6 +44,35 @@ class AcceptanceFigures(Part):
     acceptance_length: Figure  # tokens per verify, 1 + accepted / rounds
     accepted_per_round: Figure  # the same without the bonus: other projects' "mean accepted"
     accepted_at: tuple[Figure, ...]  # by draft position; denominator: rounds that offered that draft
+
+
+class CertificateFigures(Part):
+    """One exactness certificate: what was compared, what it is bound to, and which arms it covers."""
+
+    sha256: str
+    case: str
+    stage: str
+    block_size: int
+    flags: dict[str, str]
+    inputs: tuple[str, ...]
+    rows: int
+    total_bytes: int
+    walk_reach: int  # furthest position of a walk, which accepts and rolls back
+    identity: dict[str, str | int]
+    covers: tuple[str, ...]
+
+
+class LedgerFigures(Part):
+    """One setting: asked for against in force, and where that holds (children, or checks)."""
+
+    name: str
+    requested: str | None
+    effective: str
+    source: str
+    read: str
+    note: str
+    differs: str | None
+    where: tuple[str, ...]
 
 
 class DrawFigures(Part):
@@ -96,6 +130,15 @@ class RepeatFigures(Part):
     null: Figure | None
     acceptance: AcceptanceFigures | None
     distinct_tokens: int
+    process: int | None = later()
+
+
+class DiscardFigures(Part):
+    """Why a pair does not count."""
+
+    repeat: int
+    cause: str
+    detail: str
 
 
 class ArmFigures(Part):
@@ -123,6 +166,9 @@ class ArmFigures(Part):
     classic_step_ms: Figure | None  # in the brackets: per token
     round_ms: Figure | None  # in the timed runs: per round, everything included
     repeats: tuple[RepeatFigures, ...]
+    processes: tuple[int, ...] = later(())  # of each delta
+    null_block: tuple[Figure, ...] = later(())  # deltas of classic in the arm's place
+    discarded: tuple[DiscardFigures, ...] = later(())
 
 
 class StepTime(Part):
@@ -150,6 +196,43 @@ class StepFigures(Part):
     predicted_speedup_unpadded: Figure | None  # against the unpadded classic step
     measured_speedup: Figure | None
     break_even_acceptance: Figure | None  # acceptance rate at which both arms take the same time
+    floor: FloorFigures | None = later()
+
+
+class FloorFigures(Part):
+    """The least time of a classic step: what it must read over the measured stream's rate."""
+
+    weight_bytes: int
+    kv_bytes: int
+    stream_gb_per_s: Figure  # median over repeats
+    floor_ms: Figure
+    floor_share: Figure | None  # floor / classic step
+
+
+class OraclePoint(Part):
+    """What one block size costs and is predicted to give; `harness.oracle` says how."""
+
+    block_size: int
+    verify_ms: Figure
+    draft_step_ms: Figure
+    round_ms: Figure
+    break_even_acceptance: Figure
+    acceptance_rate: Figure | None
+    acceptance_length: Figure | None
+    basis: str | None  # where the acceptance comes from: measured, positions, extrapolated
+    predicted_speedup: Figure | None
+    measured_speedup: Figure | None
+
+
+class OracleFigures(Part):
+    """Costs C(1..K) at one context, and the block size they speak for."""
+
+    context_tokens: int
+    classic_step_ms: Figure
+    one_row_verify_ms: Figure | None
+    best_block_size: int | None  # 1: classic decode
+    advice: str
+    points: tuple[OraclePoint, ...]
 
 
 class PeerFigures(Part):
@@ -194,6 +277,47 @@ class KernelFigures(Part):
     peers: tuple[PeerFigures, ...]
 
 
+class BarFigures(Part):
+    """One bar of a throughput case."""
+
+    what: str
+    value: Figure | None
+    limit: Figure
+    highest: bool  # the limit is a maximum
+    met: bool | None  # None: not measured
+
+
+class DecodeFigures(Part):
+    """One engine after one context; ours, or a peer on the same checkpoint. No time where the run's tokens differ."""
+
+    arm: str
+    context_tokens: int
+    ms_per_token: Figure | None  # median
+    min_ms: Figure | None
+    max_ms: Figure | None
+    n: int
+    speedup: Figure | None  # its time over ours: above 1 ours is faster
+    same_tokens: int | None  # first tokens of its text that are ours
+    tokens: int
+    rows: int  # of the block
+    rows_equal: int | None  # rows of its block that have its own chain's bytes
+    differing_bytes: int | None
+    total_bytes: int | None
+    argmax_equal: int | None
+    repeatable: bool | None  # its chain twice: the same bytes
+    block_ms: Figure | None  # median time of the block
+    block_over_token: Figure | None  # block_ms / ms_per_token: what a verify costs there
+
+
+class EngineFigures(Part):
+    """A peer of a `peer_decode` case."""
+
+    peer: str
+    reason: str | None  # why it was not measured
+    version: str
+    note: str
+
+
 class CaseRecord(Part):
     """One case: how it ended, and the figures of its kind."""
 
@@ -225,8 +349,14 @@ class CaseRecord(Part):
     arms: tuple[ArmFigures, ...] = ()
     steps: tuple[StepFigures, ...] = ()
     kernel: KernelFigures | None = None
+    bars: tuple[BarFigures, ...] = later(())
+    decode: tuple[DecodeFigures, ...] = later(())
+    engines: tuple[EngineFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
+    oracle: tuple[OracleFigures, ...] = later(())
+    abandoned: int = later(0)  # repeats timed before an interruption; the case was timed anew and they count nowhere
+    kernels_sha256: str | None = later()  # fingerprint of a probe's kernels
 
 
 class ChildRecord(Part):
@@ -242,6 +372,7 @@ class ChildRecord(Part):
     target: dict[str, Any]
     drafter: dict[str, Any]
     peak_memory_bytes: int | None
+    load_phases: dict[str, Figure] = later({})  # seconds by phase of ready_s
 
 
 class Record(Part):
@@ -272,6 +403,8 @@ class Record(Part):
     children: tuple[ChildRecord, ...]
     contradictions: tuple[str, ...]  # outcomes that the raw lines do not bear out
     host: dict[str, str]
+    certificates: tuple[CertificateFigures, ...] = later(())  # absent in older records
+    ledger: tuple[LedgerFigures, ...] = later(())
     sources: dict[str, str] = Field(default_factory=dict)  # sha256 of runs.jsonl, env.json, spec.yaml
 
     @property

@@ -1,4 +1,4 @@
-"""The plots that pay: deltas over the null band, acceptance by draft position, a kernel's bandwidth. Byte-stable SVG.
+"""The plots that pay: deltas over null, acceptance by position, speed-up by block size, bandwidth. Byte-stable SVG.
 
 matplotlib is imported only when a plot is drawn. Text stays text, so figures can be searched in the file, and a digest
 of what was drawn is kept inside: a checker with another matplotlib can still tell a stale plot.
@@ -17,11 +17,12 @@ from harness.record import kernel_plot
 from harness.record.model import CaseRecord, Record
 from harness.record.store import slug
 from harness.record.svg import BAND, DOT, INK, STYLE, new_figure, svg_text
-from harness.record.table import percent_range, share
+from harness.record.table import factor, percent_range, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ORACLE = "-oracle.svg"
 DIGEST = re.compile(r"figures sha256 ([0-9a-f]{64})")
 CREATOR = re.compile(r"Matplotlib v([0-9.]+)")
 
@@ -33,6 +34,8 @@ def plot_names(case: CaseRecord) -> list[tuple[str, str]]:
         names.append((f"{slug(case.name)}-deltas.svg", "Paired deltas of each repeat over the null range"))
     if any(arm.acceptance and arm.acceptance.accepted_at for arm in case.arms):
         names.append((f"{slug(case.name)}-acceptance.svg", "Acceptance by draft position"))
+    if any(point.predicted_speedup is not None for figures in case.oracle for point in figures.points):
+        names.append((f"{slug(case.name)}{ORACLE}", "Predicted and measured speed-up by block size"))
     return names
 
 
@@ -52,9 +55,28 @@ def plot_data(case: CaseRecord, kind: str) -> list[dict[str, Any]]:
     """The figures a plot shows: all that it is drawn from."""
     if kind == "deltas":
         return [
-            {"label": f"{arm.arm}, block size {arm.block_size}", "delta": arm.delta, "null": arm.null}
+            {
+                "label": f"{arm.arm}, block size {arm.block_size}",
+                "delta": arm.delta,
+                "null": (*arm.null, *arm.null_block),
+            }
             for arm in case.arms
             if arm.delta
+        ]
+    if kind == "oracle":
+        return [
+            {
+                "label": f"block size {point.block_size}"
+                + f", {figures.context_tokens} tokens" * (len(case.oracle) > 1),
+                "predicted": point.predicted_speedup,
+                "measured": point.measured_speedup,
+                "basis": point.basis,
+                "needs": point.break_even_acceptance,
+                "has": point.acceptance_rate,
+            }
+            for figures in case.oracle
+            for point in figures.points
+            if point.predicted_speedup is not None
         ]
     return [
         {"label": f"{arm.arm}, draft {place}", "share": value}
@@ -137,8 +159,36 @@ def _acceptance(data: str) -> Any:
     return figure
 
 
+def _oracle(data: str) -> Any:
+    """Bars: predicted speed-up; dots: measured; the line at 1 is classic decode; hollow bars are extrapolated."""
+    bars: list[dict[str, Any]] = json.loads(data)
+    figure, axes = new_figure(0.9 + 0.34 * len(bars))
+    style: dict[str, Any] = {
+        "xytext": (4, 0),
+        "textcoords": "offset points",
+        "va": "center",
+        "color": INK,
+        "fontsize": 9,
+    }
+    for row, bar in enumerate(bars):
+        carried = bar["basis"] == "extrapolated"
+        axes.barh(row, bar["predicted"], color="none" if carried else BAND, edgecolor=BAND, height=0.6)
+        if bar["measured"] is not None:
+            axes.scatter([bar["measured"]], [row], color=DOT, s=28, zorder=3)
+        right = max(bar["predicted"], bar["measured"] or 0.0)
+        words = f"{factor(bar['predicted'])}, acceptance {share(bar['has'])}, needs {share(max(bar['needs'], 0.0))}"
+        axes.annotate(words, (right, row), **style)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(bars)), [bar["label"] for bar in bars], color=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.75 * max(bar["predicted"] for bar in bars))
+    axes.set_xlabel("speed-up predicted from step times (bars; hollow: extrapolated) and measured (dots)", color=INK)
+    return figure
+
+
 DRAWERS: dict[str, Callable[[str], Any]] = {
     "deltas": _deltas,
     "acceptance": _acceptance,
+    "oracle": _oracle,
     "bandwidth": kernel_plot.draw,
 }

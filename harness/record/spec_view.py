@@ -49,6 +49,7 @@ class SpecView:
     title: str
     block_size: int
     checks: dict[str, dict[str, Any]]
+    states_block_size: bool = False  # the pair's own entry, not the default
 
     @classmethod
     def parse(cls, text: str) -> SpecView:
@@ -67,6 +68,7 @@ class SpecView:
             title=str(data.get("title", name)),
             block_size=int(pair.get("block_size", 4)) if isinstance(pair, dict) else 4,
             checks=checks,
+            states_block_size=isinstance(pair, dict) and "block_size" in pair,
         )
 
     def setting(self, check: str, key: str, default: Any) -> Any:

@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
-from harness import stats
-from harness.record.lines import ArmLine, StepLine
-from harness.record.model import AcceptanceFigures, ArmFigures, RepeatFigures, StepFigures, StepTime
+from harness import oracle, stats
+from harness.pairs import NULL, Pair, arms_of, judge_pairs, pairs_of, pooled_rate
+from harness.record.lines import ArmLine, FloorLine, StepLine
+from harness.record.model import (
+    AcceptanceFigures,
+    ArmFigures,
+    DiscardFigures,
+    FloorFigures,
+    OracleFigures,
+    OraclePoint,
+    RepeatFigures,
+    StepFigures,
+    StepTime,
+)
 
 WITHHELD = "withheld: MTP's tokens differ from classic's in this run"
 UNFINISHED = "the run stopped before all repeats were measured, and stopping early would pick the result"
@@ -43,90 +55,48 @@ def outputs_by_prompt(lines: Iterable[ArmLine]) -> dict[str, tuple[str, ...]]:
     return {prompt: tuple(hashes) for prompt, hashes in found.items()}
 
 
-def is_bracketed(lines: Sequence[ArmLine]) -> bool:
-    """Whether every repeat ran as open, arms, close, and repeats did not mix: what makes a delta paired."""
-    order = {"open": 0, "arm": 1, "close": 2}
-    places = [(line.repeat, order[line.slot]) for line in lines]
-    return places == sorted(places)
-
-
-def pooled_rate(lines: Sequence[ArmLine]) -> float | None:
-    """Decode tokens over decode seconds of several generations; None when there is nothing to divide."""
-    tokens = sum(line.tokens - 1 for line in lines)
-    seconds = sum(line.decode_s for line in lines)
-    return stats.decode_tok_s(tokens + 1, seconds) if tokens > 0 and seconds > 0 else None
-
-
 def arm_figures(
     lines: Sequence[ArmLine], smallest_effect: float, *, withhold: bool, no_verdict: str | None = None
 ) -> tuple[ArmFigures, ...]:
     """Figures of each arm, in order of appearance; with a reason for `no_verdict` it keeps its deltas, no more."""
-    arms = dict.fromkeys(line.arm for line in lines if line.slot == "arm")
-    return tuple(one_arm(arm, lines, smallest_effect, withhold, no_verdict) for arm in arms)
+    return tuple(one_arm(arm, lines, smallest_effect, withhold, no_verdict) for arm in arms_of(lines))
 
 
 def one_arm(
     arm: str, lines: Sequence[ArmLine], smallest_effect: float, withhold: bool, no_verdict: str | None
 ) -> ArmFigures:
-    """One arm against its brackets. Only whole repeats count: open, arm and close all there."""
+    """One arm against its brackets. Only whole repeats count, and of those the ones that telemetry does not discard."""
     own = [line for line in lines if line.arm == arm and line.slot == "arm"]
-    repeats: list[RepeatFigures] = []
-    paired: list[tuple[float, float]] = []
-    for number in sorted({line.repeat for line in own}):
-        rows = [line for line in lines if line.repeat == number]
-        mine = [line for line in own if line.repeat == number]
-        opening, running, closing = (
-            pooled_rate(found)
-            for found in ([r for r in rows if r.slot == "open"], mine, [r for r in rows if r.slot == "close"])
-        )
-        if opening is None or running is None or closing is None:
-            continue
-        delta, null = stats.paired_delta(running, opening, closing), stats.null_delta(opening, closing)
-        paired.append((delta, null))
-        outputs = outputs_by_prompt([line for line in rows if line.slot != "arm" or line.arm == arm])
-        repeats.append(
-            RepeatFigures(
-                repeat=number,
-                prompts=tuple(outputs),
-                identical=all(len(hashes) == 1 for hashes in outputs.values()),
-                open_tok_s=None if withhold else opening,
-                arm_tok_s=None if withhold else running,
-                close_tok_s=None if withhold else closing,
-                delta=None if withhold else delta,
-                null=null,
-                acceptance=acceptance_figures(
-                    [m.accepted_per_round for m in mine], [m.drafted_per_round for m in mine]
-                ),
-                distinct_tokens=min(line.distinct_tokens for line in mine),
-            )
-        )
-    deltas, nulls = tuple(delta for delta, _ in paired), tuple(null for _, null in paired)
+    whole, blocks = pairs_of(lines, arm), pairs_of(lines, NULL)
+    pairs = [pair for pair in whole if not pair.disturbed]
+    deltas, nulls = tuple(pair.delta for pair in pairs), tuple(pair.null for pair in pairs)
+    null_blocks = tuple(block.delta for block in blocks if not block.disturbed)
     if withhold:
         judged = stats.VerdictResult("unresolved", WITHHELD)
-    elif not paired:
+    elif not whole:
         judged = stats.VerdictResult("unresolved", "no whole repeat was measured")
     elif no_verdict is not None:
         judged = stats.VerdictResult("unresolved", no_verdict)
     else:
-        judged = stats.judge_deltas(deltas, nulls, smallest_effect)
-    whole = {repeat.repeat for repeat in repeats}
-    brackets = pooled_rate([line for line in lines if line.slot != "arm" and line.repeat in whole])
-    used = [line for line in own if line.repeat in whole]
-    rate = pooled_rate(used)
-    costs = {} if withhold else run_costs(used, [o for o in lines if o.slot != "arm" and o.repeat in whole])
-    shown = bool(paired) and not withhold
+        judged = judge_pairs(whole, blocks, smallest_effect)
+    used = [line for pair in pairs for line in pair.own]
+    opening = [line for pair in pairs for line in pair.lines if line.slot != "arm"]
+    rate, brackets = pooled_rate(used), pooled_rate(opening)
+    costs = {} if withhold else run_costs(used, opening)
+    shown = bool(pairs) and not withhold
     final = shown and no_verdict is None
+    processes = tuple(pair.process for pair in pairs if pair.process is not None)
     return ArmFigures(
         arm=arm,
         block_size=own[0].block_size,
-        identical=all(repeat.identical for repeat in repeats),
+        identical=all(_same_text(pair) for pair in whole),
         tokens=max(line.tokens for line in own),
-        n=len(paired),
+        n=len(pairs),
         speedup=rate / brackets if final and rate and brackets else None,
         speedup_geomean=math.exp(statistics.fmean(math.log1p(delta) for delta in deltas)) if final else None,
         delta=deltas if shown else (),
         null=nulls,
-        null_range=stats.null_range(nulls) if nulls else None,
+        null_range=stats.null_range((*nulls, *null_blocks)) if nulls else None,
         interval=judged.interval,
         smallest_effect=smallest_effect,
         verdict=judged.verdict,
@@ -138,8 +108,37 @@ def one_arm(
         draft_step_ms=costs.get("draft_step_ms"),
         classic_step_ms=costs.get("classic_step_ms"),
         round_ms=costs.get("round_ms"),
-        repeats=tuple(repeats),
+        repeats=tuple(_repeat(pair, withhold) for pair in pairs),
+        processes=processes,
+        null_block=null_blocks,
+        discarded=tuple(
+            DiscardFigures(repeat=pair.repeat, cause=found.cause, detail=found.detail)
+            for pair in whole
+            for found in pair.disturbed
+        ),
     )
+
+
+def _repeat(pair: Pair, withhold: bool) -> RepeatFigures:
+    """One pair as a row."""
+    own, outputs = pair.own, outputs_by_prompt(pair.lines)
+    return RepeatFigures(
+        repeat=pair.repeat,
+        prompts=tuple(outputs),
+        identical=_same_text(pair),
+        open_tok_s=None if withhold else pair.opening,
+        arm_tok_s=None if withhold else pair.running,
+        close_tok_s=None if withhold else pair.closing,
+        delta=None if withhold else pair.delta,
+        null=pair.null,
+        acceptance=acceptance_figures([m.accepted_per_round for m in own], [m.drafted_per_round for m in own]),
+        distinct_tokens=min(line.distinct_tokens for line in own),
+        process=pair.process,
+    )
+
+
+def _same_text(pair: Pair) -> bool:
+    return all(len(hashes) == 1 for hashes in outputs_by_prompt(pair.lines).values())
 
 
 def run_costs(arm: Sequence[ArmLine], brackets: Sequence[ArmLine]) -> dict[str, float]:
@@ -153,27 +152,31 @@ def run_costs(arm: Sequence[ArmLine], brackets: Sequence[ArmLine]) -> dict[str, 
     return {name: 1000 * seconds / times for name, (seconds, times) in totals.items() if times > 0 and seconds > 0}
 
 
-def step_figures(lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool) -> tuple[StepFigures, ...]:
-    """Step times by context length and verify width, each with what they predict."""
+def step_figures(
+    lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool, floors: Sequence[FloorLine] = ()
+) -> tuple[StepFigures, ...]:
+    """Step times by context length and verify width, each with what they predict and the byte floor where known."""
     found: list[StepFigures] = []
     for context in sorted({line.context_tokens for line in lines}):
         here = [line for line in lines if line.context_tokens == context and line.seconds]
+        floor = next((line for line in floors if line.context_tokens == context), None)
         widths = sorted({line.rows for line in here if line.step == "verify"})
+        widths = [width for width in widths if width in {arm.block_size for arm in arms}] or widths[-1:]
         for width in widths or [1]:
-            usable = [line for line in here if _of_width(line, width)]
-            found.append(one_step(context, width, usable, arms, withhold))
+            usable = [line for line in here if line.step not in ("verify", "draft_round")]
+            usable += [line for line in here if line.step == "verify" and line.rows == width]
+            usable += [one_draft(line) for line in here if line.step == "draft_round" and line.rows == width - 1]
+            found.append(one_step(context, width, usable, arms, withhold, floor))
     return tuple(found)
 
 
-def _of_width(line: StepLine, width: int) -> bool:
-    """Whether a step line speaks about this block size; a drafter that proposes a block at once has a line for each."""
-    if line.step == "verify":
-        return line.rows == width
-    return line.step != "draft" or line.rows in (1, width)
-
-
 def one_step(
-    context: int, width: int, lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool
+    context: int,
+    width: int,
+    lines: Sequence[StepLine],
+    arms: Sequence[ArmFigures],
+    withhold: bool,
+    floor: FloorLine | None = None,
 ) -> StepFigures:
     """Step times at one context and one block size."""
     times = {line.step: step_time(line) for line in lines}
@@ -201,7 +204,30 @@ def one_step(
         predicted_speedup_unpadded=predicted_unpadded,
         measured_speedup=arm.speedup if arm is not None else None,
         break_even_acceptance=break_even,
+        floor=floor_figures(floor, classic) if floor is not None else None,
     )
+
+
+def floor_figures(line: FloorLine, classic_ms: float | None) -> FloorFigures | None:
+    """The byte floor at one context; None for a stream that took no time."""
+    seconds = stats.median_ms(line.stream_s) / 1000 if line.stream_s else 0.0
+    if seconds <= 0:
+        return None
+    rate = line.stream_bytes / seconds
+    floor_ms = 1000 * (line.weight_bytes + line.kv_bytes) / rate
+    return FloorFigures(
+        weight_bytes=line.weight_bytes,
+        kv_bytes=line.kv_bytes,
+        stream_gb_per_s=rate / 1e9,
+        floor_ms=floor_ms,
+        floor_share=floor_ms / classic_ms if classic_ms else None,
+    )
+
+
+def one_draft(line: StepLine) -> StepLine:
+    """One draft of a round that was timed as a whole."""
+    each = tuple(value / line.rows for value in line.seconds)
+    return line.model_copy(update={"step": "draft", "rows": 1, "seconds": each})
 
 
 def step_time(line: StepLine) -> StepTime:
@@ -214,3 +240,37 @@ def step_time(line: StepLine) -> StepTime:
         rows=line.rows,
         context_tokens=line.context_tokens,
     )
+
+
+def oracle_figures(lines: Sequence[StepLine], arms: Sequence[ArmFigures], withhold: bool) -> tuple[OracleFigures, ...]:
+    """The break-even oracle at each context whose drafting was timed round by round; older records have none."""
+    found = []
+    for context in sorted({line.context_tokens for line in lines if line.step == "draft_round"}):
+        here = [line for line in lines if line.context_tokens == context and line.seconds]
+        classic = next((stats.median_ms(line.seconds) for line in here if line.step == "classic"), None)
+        if classic is None:
+            continue
+        verify = {line.rows: stats.median_ms(line.seconds) for line in here if line.step == "verify"}
+        drafting = {line.rows: stats.median_ms(line.seconds) for line in here if line.step == "draft_round"}
+        measured: dict[int, ArmFigures] = {}
+        for arm in arms:
+            measured.setdefault(arm.block_size, arm)
+        shares = {s: arm.acceptance.accepted_at for s, arm in measured.items() if arm.acceptance and not withhold}
+        known = oracle.points(oracle.Costs(classic, verify, drafting), shares)
+        found.append(
+            OracleFigures(
+                context_tokens=context,
+                classic_step_ms=classic,
+                one_row_verify_ms=verify.get(1),
+                best_block_size=oracle.best_block_size(known),
+                advice=oracle.advice(known),
+                points=tuple(
+                    OraclePoint(
+                        **asdict(point),
+                        measured_speedup=measured[point.block_size].speedup if point.block_size in measured else None,
+                    )
+                    for point in known
+                ),
+            )
+        )
+    return tuple(found)

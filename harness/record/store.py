@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +18,7 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from harness.errors import RecordError
-from harness.record.lines import AnyLine, parse_line
+from harness.record.lines import AnyLine, ChildLine, StartLine, parse_line
 from harness.record.privacy import Scrubber
 
 DEFAULT_OUT = Path("docs/benchmark_results")
@@ -183,6 +184,45 @@ class RecordStore:
         """Folder for the children's logs."""
         return self.paths.logs
 
+    def job_logs(self, number: int) -> Path:
+        """Folder for the logs of one of several jobs: the record's own for the first.
+
+        All are called alike, since they become one folder when the record is finished.
+        """
+        return self.logs if number == 0 else self.paths.data / f"job-{number + 1}" / LOGS
+
+    def _merge_job_logs(self) -> None:
+        """Append each further job's logs to the record's own of the same name."""
+        for folder in sorted(self.paths.data.glob(f"job-*/{LOGS}")):
+            for log in sorted(folder.glob("*.log")):
+                with (self.logs / log.name).open("ab") as file:
+                    file.write(log.read_bytes())
+            shutil.rmtree(folder.parent)
+
+    def put_in_order(self, cases: Sequence[str]) -> None:
+        """Put the lines since the last start line in these cases' order: jobs side by side file them as they arise.
+
+        A child's line goes before the case that started it. The file is replaced as a whole, so that a kill leaves it
+        in one order or the other.
+        """
+        place = {case: number for number, case in enumerate(cases)}
+        start = max((n for n, line in enumerate(self.lines) if isinstance(line, StartLine)), default=-1) + 1
+        owners = [line.started_for if isinstance(line, ChildLine) else getattr(line, "case", "") for line in self.lines]
+        ranks = [place.get(owner or "", -1) for owner in owners[start:]]
+        if ranks == sorted(ranks):
+            return
+        order = sorted(range(len(ranks)), key=ranks.__getitem__)
+        self.close()
+        raw = self.paths.runs.read_bytes().splitlines(keepends=True)
+        head, tail = raw[: len(raw) - len(ranks)], raw[len(raw) - len(ranks) :]
+        temporary = self.paths.runs.with_suffix(".ordered")
+        with temporary.open("wb") as file:
+            file.writelines([*head, *(tail[n] for n in order)])
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.paths.runs)
+        self.lines[start:] = [self.lines[start + n] for n in order]
+
     def append(self, line: AnyLine) -> None:
         """Write one line and wait until it is on disk."""
         if self._file is None:
@@ -210,6 +250,7 @@ class RecordStore:
         from harness.record.report import regenerate
 
         self.close()
+        self._merge_job_logs()
         for log in sorted(self.logs.rglob("*.log")):
             text = log.read_text(encoding="utf-8", errors="replace")
             clean = self._scrubber.scrub(text)

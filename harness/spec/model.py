@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from harness.spec.base import Count, Model
 from harness.spec.kernel_model import Backend, Bars, Context, GeometryName, KernelOp, LayerKind, MatrixShape, Peer
+from harness.spec.speed_model import DecodePeer, PeerSpeedups, StepBars
 
 Stage = Literal["base", "attention", "attention_mlp", "rowwise"]
 Op = Literal["linear", "rmsnorm", "rope", "geglu", "attention", "lm_head", "swiglu", "output_gate", "delta_rule"]
@@ -268,6 +269,15 @@ class Arm(Model):
     """Environment flags of this arm; null means not set."""
 
 
+class Discard(Model):
+    """Which pairs do not count. Telemetry decides, before anyone looks at a time; both sides go."""
+
+    throttled: bool = True
+    """Drop a pair while the device reported throttling."""
+    foreign_cores: Annotated[float, Field(gt=0, le=1024)] | None = None
+    """Drop a pair while other processes kept more than this many cores busy; null counts none. Linux only."""
+
+
 class Throughput(Speculating):
     """MTP's speed against classic, in pairs."""
 
@@ -279,11 +289,23 @@ class Throughput(Speculating):
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     """Configurations to measure; a classic null arm is always added."""
     repeats: Annotated[int, Field(ge=1, le=1000)]
-    """Passes over all arms, each opened and closed by a classic arm."""
+    """Passes over all arms, each opened and closed by a classic arm; `harness power` proposes a number."""
+    order: Literal["bracket", "abba"] = "bracket"
+    """Order inside a repeat: `bracket` runs classic, arms, classic; `abba` runs the arms once more in reverse."""
+    null_blocks: Annotated[int, Field(ge=0, le=8)] = 0
+    """Repeats with classic in the arms' place, that many first and that many last in each process."""
+    processes: Annotated[int, Field(ge=1, le=32)] = 1
+    """Fresh processes that share the repeats; one process cannot see what differs between processes."""
+    discard: Discard = Discard()
+    """Which pairs do not count."""
     warmup: Annotated[int, Field(ge=0)] = 1
     """Passes to throw away first."""
     smallest_effect: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Smallest change of interest, as a share (0.02 is 2 %)."""
+    step_contexts: tuple[Context, ...] = ()
+    """Contexts, in tokens, at which single steps are timed; default: the middle of the timed runs."""
+    bars: StepBars = StepBars()
+    """What the figures must reach; without bars a case only measures."""
     slow: bool = True
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
@@ -326,6 +348,26 @@ class KernelThroughput(CheckBase):
     """Left out of the short test run; a measurement is slow unless you say otherwise."""
 
 
+class PeerDecode(CheckBase):
+    """Other engines on the pair's target."""
+
+    claim: ClassVar[str] = "rows are exact; time per token beside other engines on the same checkpoint and prompt"
+    kind: Literal["peer_decode"]
+    """`peer_decode`: time per token beside other engines, and whether each one's block equals its own chain."""
+    peers: Annotated[tuple[DecodePeer, ...], Field(min_length=1)] = ("mlx_lm", "transformers")
+    """Engines beside ours, each in a process of its own; one that is not installed is named with the reason."""
+    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=1)] | None = None
+    """One prompt, continued by our classic decode to the longest context; default: the first of greedy_parity's."""
+    contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = (512, 2048)
+    """Contexts in tokens; every engine gets the same ids."""
+    tokens: Annotated[int, Field(ge=2, le=1000)] = 20
+    """Tokens that are decoded and timed one by one after each context."""
+    min_speedup: PeerSpeedups = PeerSpeedups()
+    """How many times as fast as a peer ours must be, at every context."""
+    slow: bool = True
+    """Left out of the short test run; a measurement is slow unless you say otherwise."""
+
+
 class Decline(Generating):
     """A pair or stage that must not engage."""
 
@@ -349,7 +391,15 @@ class Decline(Generating):
 
 
 CheckKind = (
-    Geometry | RowIdentity | ExactnessProbe | Attribution | GreedyParity | Throughput | KernelThroughput | Decline
+    Geometry
+    | RowIdentity
+    | ExactnessProbe
+    | Attribution
+    | GreedyParity
+    | Throughput
+    | KernelThroughput
+    | PeerDecode
+    | Decline
 )
 Check = Annotated[CheckKind, Field(discriminator="kind")]
 CHECK_MODELS: dict[str, type[CheckBase]] = {

@@ -59,6 +59,11 @@ def child_key(env: Mapping[str, str | None]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in sorted(env.items()) if value is not None)
 
 
+def is_timed(case: Case) -> bool:
+    """Whether a case measures time, so that nothing may run beside it."""
+    return "bench" in case.marks
+
+
 def plan(loaded: LoadedSpec) -> tuple[Case, ...]:
     """Every case of a spec, in file order, then matrix order."""
     cases: list[Case] = []
@@ -85,7 +90,7 @@ def _case(loaded: LoadedSpec, check: m.CheckKind, line: int, cell: Cell) -> Case
     marks = {
         "gpu": any(part.cuda for part in requires),
         "slow": check.slow,
-        "bench": isinstance(check, m.Throughput | m.KernelThroughput),
+        "bench": isinstance(check, m.Throughput | m.KernelThroughput | m.PeerDecode),
         "weights": not loaded.local_pair,
     }
     return Case(
@@ -135,8 +140,9 @@ def _fill(check: m.CheckKind, spec: m.Spec) -> m.CheckKind:
             update["arms"] = tuple(arms)
         case _:
             pass
-    if isinstance(check, m.GreedyParity | m.Throughput | m.Decline):
+    if isinstance(check, m.GreedyParity | m.Throughput | m.Decline | m.PeerDecode):
         prompts = check.prompts or next((c.prompts for c in spec.checks if isinstance(c, m.GreedyParity)), ())
+        prompts = prompts[:1] if isinstance(check, m.PeerDecode) else prompts
         named = (prompt.model_copy(update={"name": prompt_label(prompt, i)}) for i, prompt in enumerate(prompts))
         update["prompts"] = tuple(named)
     return check.model_copy(update=update)

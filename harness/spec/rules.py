@@ -48,7 +48,7 @@ def problems(document: Document, path: Path) -> Iterator[Problem]:
             yield document.problem(("checks", index, *loc), message)
     if len(checks) == len(entries) and not any(isinstance(check, m.GreedyParity) for _, check in checks):
         for index, check in checks:
-            if isinstance(check, m.Throughput | m.Decline) and check.prompts is None:
+            if isinstance(check, m.Throughput | m.Decline | m.PeerDecode) and check.prompts is None:
                 message = f"{check.kind} '{check.id}' has no prompts, and no greedy_parity check to take them from"
                 yield document.problem(("checks", index), message)
 
@@ -80,7 +80,7 @@ def check_findings(check: m.CheckKind, folder: Path, block_size: int | None) -> 
             axis_ = check.matrix.get(name)
             if isinstance(axis_, m.EnvAxis) and isinstance(value, str) and (text := check_flag(axis_.env, value)):
                 yield ("include", index, name), text
-    for key in ("block_sizes", "rows", "ops", "must_pass", "peers", "peer_rows"):
+    for key in ("block_sizes", "rows", "ops", "must_pass", "peers", "peer_rows", "contexts", "step_contexts"):
         yield from _repeated(key, getattr(check, key, None) or ())
     match check:
         case m.Attribution():
@@ -96,6 +96,8 @@ def check_findings(check: m.CheckKind, folder: Path, block_size: int | None) -> 
             for index, op in enumerate(check.ops):
                 if op not in m.GEMMA_OPS:
                     yield ("ops", index), f"op {op} has no shapes in a geometry, only in a Qwen 3.5 pair"
+        case m.PeerDecode():
+            yield from _peer_findings(check, folder)
         case m.Generating():
             yield from _generating_findings(check, folder, block_size)
         case _:
@@ -154,12 +156,22 @@ def _generating_findings(check: m.Generating, folder: Path, block_size: int | No
         yield from _prompt_findings(check.prompts, folder)
     if isinstance(check, m.Throughput):
         yield from _arm_findings(check.arms)
+        if check.processes > check.repeats:
+            yield ("processes",), f"{check.processes} processes share {check.repeats} repeats; each needs at least one"
     if isinstance(check, m.GreedyParity):
         sizes = check.block_sizes
         if check.min_acceptance is not None and sizes is not None and block_size not in (None, *sizes):
             yield ("min_acceptance",), f"is judged at the pair's block size {block_size}, which block_sizes leaves out"
         if check.min_distinct_tokens is not None and check.min_distinct_tokens > check.max_tokens:
             yield ("min_distinct_tokens",), f"{check.min_distinct_tokens} is more than max_tokens {check.max_tokens}"
+
+
+def _peer_findings(check: m.PeerDecode, folder: Path) -> Iterator[Finding]:
+    if check.prompts is not None:
+        yield from _prompt_findings(check.prompts, folder)
+    for peer in check.min_speedup.model_dump(exclude_none=True):
+        if peer not in check.peers:
+            yield ("min_speedup", peer), f"{peer} is not among this check's peers"
 
 
 def _prompt_findings(prompts: Sequence[m.Prompt], folder: Path) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from engine.flags import FLAGS
 from harness.spec import kernel_model as km
 from harness.spec import model as m
+from harness.spec import speed_model as sm
 
 SCHEMA_FILE = "spec.schema.json"
 README_FILE = "README.md"
@@ -32,11 +33,14 @@ _SHARED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("an axis that sets a field", m.FieldAxis),
     ("`prompts`", m.Prompt),
     ("`arms`", m.Arm),
+    ("throughput's `discard`", m.Discard),
     ("geometry's `expect`", m.GeometryExpect),
+    ("throughput's `bars`", sm.StepBars),
     ("kernel_throughput's `shapes`", km.MatrixShape),
     ("kernel_throughput's `bars`", km.Bars),
     ("`max_peer_ratio`", km.PeerBars),
     ("a peer's bars", km.RowBars),
+    ("peer_decode's `min_speedup`", sm.PeerSpeedups),
 )
 
 

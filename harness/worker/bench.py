@@ -5,6 +5,7 @@ A job names its stage; the pair's weights are shared by all four, so a flag cell
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import resource
@@ -29,7 +30,8 @@ from engine.requests import GenerationRequest
 from engine.speculative import speculative_decode
 from engine.stats import Generation
 from harness.protocol import Progress, RawLine, Ready, Setup, Text
-from harness.record.lines import DecisionLine, Divergence, DrawLine, Line
+from harness.record.lines import DecisionLine, Divergence, DrawLine, Identity, Line
+from harness.worker import identity
 from harness.worker.channel import Channel, as_line
 
 DEFAULT_STAGE: Stage = "rowwise"
@@ -72,6 +74,7 @@ class Bench:
 
     def __init__(self, setup: Setup) -> None:
         began = time.perf_counter()
+        self.setup = setup
         self.reading = read_flags()
         self.device = setup.device
         if setup.threads is not None:
@@ -81,8 +84,7 @@ class Bench:
         self._memo = DecisionMemo()
         if setup.target is not None:
             drafter = Path(setup.drafter) if setup.drafter is not None else None
-            policy = self._policy(DEFAULT_STAGE)
-            self.pair = load_pair(Path(setup.target), drafter, policy, device=setup.device)
+            self.pair = load_pair(Path(setup.target), drafter, self.policy, device=setup.device)
             _check_kind(setup.kind, self.pair)
             _check_flags(self.reading.requested, self.pair)
             self._stages[DEFAULT_STAGE] = self.pair
@@ -100,8 +102,20 @@ class Bench:
             target=info.get("target") or {},
             drafter=info.get("drafter") or {},
             load_s=self.load_s,
+            load_phases={phase: round(seconds, 3) for phase, seconds in (info.get("phases") or {}).items()},
             peak_memory_bytes=peak_memory_bytes(),
+            settings=identity.settings_of(self),
         )
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """What decides the bytes of this process; computed once, when a probe or an arm first asks."""
+        return identity.identity_of(self)
+
+    @property
+    def policy(self) -> DispatchPolicy:
+        """The default stage under this child's flags."""
+        return self._policy(DEFAULT_STAGE)
 
     @property
     def prefill_chunk(self) -> int:

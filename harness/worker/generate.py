@@ -6,16 +6,24 @@ from typing import Any
 
 from engine.stats import distinct_tokens
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output, rounds_of, send_decision, sha256_ids
+from harness.worker.identity import certificate_line, path_line
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Args: mode (decide, classic or mtp), block_size, prompt, max_tokens, ignore_stop.
+    """Args: mode (decide, classic or mtp), block_size, prompt, max_tokens, ignore_stop; to decide: arm, prompts.
 
-    `decide` probes and sends the decision. `mtp` refuses a block size that did not engage.
+    `decide` probes and sends the decision, the arm's kernels and, where the probe passed, a certificate. `mtp` refuses
+    a block size that did not engage.
     """
     if args["mode"] == "decide":
         decision, result = bench.decide(DEFAULT_STAGE, args["block_size"])
         send_decision(out, decision, result)
+        texts = [bench.prompt(data) for data in args.get("prompts", ())]
+        cuts = [(len(text.tokens), text.history_boundary) for text in texts]
+        out.line(path_line(bench, out.case, DEFAULT_STAGE, args["block_size"], cuts, args.get("arm", "")))
+        found = certificate_line(bench, out.case, DEFAULT_STAGE, decision, result)
+        if found is not None:
+            out.line(found)
         return {"engaged": decision.engaged, "reason": decision.reason}
     prompt = bench.prompt(args["prompt"])
     request = bench.request(prompt, args["max_tokens"], args["ignore_stop"])

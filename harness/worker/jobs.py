@@ -16,6 +16,7 @@ from harness.worker import (
     kernel_throughput,
     machine,
     parity,
+    peer_decode,
     probe,
     row_identity,
     steps,
@@ -35,6 +36,8 @@ RUNNERS: dict[str, Runner] = {
     "parity": parity.run,
     "generate": generate.run,
     "steps": steps.run,
+    "decode_ours": peer_decode.run_ours,
+    "decode_peer": peer_decode.run_peer,
     "decline": decline.run,
     "try": trial.run,
 }

@@ -123,7 +123,7 @@ def _linears(s: Setting) -> Iterator[Subject]:
 
 
 def _norms(s: Setting) -> Iterator[Subject]:
-    norms, width = s.kernels("rmsnorm"), s.geometry.hidden
+    norms, fused, width = s.kernels("rmsnorm"), s.kernels("fused_norms"), s.geometry.hidden
     weight, after = s.weight(width), s.weight(width)
     yield _subject(f"hidden {width}", (width,), lambda x, rows: norms.rmsnorm(x, weight, EPS))
     for layer in s.geometry.layers:
@@ -134,10 +134,10 @@ def _norms(s: Setting) -> Iterator[Subject]:
         return
     scalar = torch.full((1,), 0.75, dtype=torch.bfloat16, device=s.device)
     for bits in (4, 8):
-        yield _subject(f"norm and pack {width}, {bits} bits", (width,), _pack_call(norms, weight, bits))
+        yield _subject(f"norm and pack {width}, {bits} bits", (width,), _pack_call(fused, weight, bits))
 
         def between(x: Tensor, rows: int, bits: int = bits) -> Tensor:
-            h, packed = norms.residual_norm_rows(_partials(x), x, weight, scalar, after, EPS, rows, bits)
+            h, packed = fused.residual_norm_rows(_partials(x), x, weight, scalar, after, EPS, rows, bits)
             return torch.cat((h.view(torch.uint8).reshape(MAX_ROWS, -1), as_rows(packed)), 1)
 
         yield _subject(f"residual, norms and pack {width}, {bits} bits", (width,), between)
@@ -147,8 +147,8 @@ def _norm_call(norm: Any, weight: Tensor) -> Callable[[Tensor, int], Tensor]:
     return lambda x, rows: norm(x, weight, EPS)
 
 
-def _pack_call(norms: Any, weight: Tensor, bits: int) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, rows: as_rows(norms.norm_rows(x, weight, EPS, rows, bits))
+def _pack_call(fused: Any, weight: Tensor, bits: int) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, rows: as_rows(fused.norm_rows(x, weight, EPS, rows, bits))
 
 
 def _partials(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import argmax, embed, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import argmax, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
@@ -132,13 +132,13 @@ def _row_ops() -> Iterator[Entry]:
 
 
 def _norm(model: Geometry, m: int) -> None:
-    rmsnorm.norm_rows(halves(SLOTS, model.hidden), floats(model.hidden), EPS, m, model.bits)
+    fused_norms.norm_rows(halves(SLOTS, model.hidden), floats(model.hidden), EPS, m, model.bits)
 
 
 def _residual(model: Geometry, bits: int | None, m: int) -> None:
     n = model.hidden
     sums, weight = floats(SPLIT, SLOTS, n), None if bits is None else floats(n)
-    rmsnorm.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
+    fused_norms.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
 
 
 def _head_norms(layer: Attention, m: int) -> None:

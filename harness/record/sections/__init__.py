@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.record.model import Record
-from harness.record.sections import context, exactness, kernels, result, speed, summary
+from harness.record.sections import context, engines, exactness, kernels, result, speed, summary, trust
 
 Section = Callable[[Record, str], str]
 
@@ -29,11 +29,14 @@ SECTIONS: dict[str, Section] = {
     "kernels": kernels.kernels,
     "throughput": speed.throughput,
     "steps": speed.steps,
+    "engines": engines.engines,
     "probe": exactness.probe,
+    "certificates": trust.certificates,
     "attribution": exactness.attribution,
     "parity": exactness.parity,
     "checks": exactness.other_checks,
     "host": context.host,
+    "ledger": trust.ledger,
     "reproduce": context.reproduce,
     "not covered": context.not_covered,
 }

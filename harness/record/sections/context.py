@@ -49,6 +49,7 @@ def _model_words(model: dict[str, Any]) -> str:
 
 def _children(record: Record) -> str:
     rows = []
+    phased = any(child.load_phases for child in record.children)
     for child in record.children:
         asked = [f"{name}={value}" for name, value in child.env_requested.items() if value is not None]
         peak = child.peak_memory_bytes
@@ -58,10 +59,17 @@ def _children(record: Record) -> str:
                 ", ".join(map(code, asked)) or "none",
                 _differing_flags(child.flags_effective, record),
                 seconds(child.ready_s),
+                *([_phases(child.load_phases)] if phased else []),
                 "not recorded" if peak is None else count(round(peak / 2**20)),
             ]
         )
-    return table(["Child", "Flags asked for", "Flags read that differ between children", ">Ready s", ">Peak MiB"], rows)
+    columns = ["Child", "Flags asked for", "Flags read that differ between children", ">Ready s"]
+    return table([*columns, *(["Of it"] if phased else []), ">Peak MiB"], rows)
+
+
+def _phases(phases: dict[str, float]) -> str:
+    """Where a child's start went; the rest of it is the interpreter and its imports."""
+    return ", ".join(f"{cell(phase)} {took:.2f}" for phase, took in phases.items() if took >= 0.005) or "not recorded"
 
 
 def _differing_flags(flags: dict[str, str], record: Record) -> str:
@@ -101,6 +109,8 @@ def not_covered(record: Record, stem: str) -> str:
         lines.append("- Speed: no arm was timed.")
     elif all(arm.n < 6 for arm in arms):
         lines.append("- Small differences: fewer than six pairs resolve only what is far outside the noise.")
+    absent = [engine for case in record.cases for engine in case.engines if engine.reason is not None]
+    lines += [f"- {cell(engine.peer)}: {cell(engine.reason or '')}." for engine in absent]
     prompts = record.prompts
     if prompts:
         lines.append(f"- Other texts: the prompts are {cell(', '.join(prompts))}; acceptance depends on the text.")

@@ -57,6 +57,7 @@ def attribution(record: Record, stem: str) -> str:
         _every_cell(cases),
         _classic_bytes(cases),
         _idle_axes(cases),
+        _same_kernels(cases),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -144,6 +145,21 @@ def _idle_axes(cases: tuple[CaseRecord, ...]) -> str:
     if not idle:
         return ""
     return f"Changed no cell: {', '.join(cell(axis) for axis in idle)}."
+
+
+def _same_kernels(cases: tuple[CaseRecord, ...]) -> str:
+    """Cells that computed the same under several names; reported here, refused between arms of a benchmark."""
+    groups: dict[str, list[str]] = {}
+    for case in cases:
+        if case.kernels_sha256:
+            groups.setdefault(case.kernels_sha256, []).append(case.name.partition("[")[2].removesuffix("]"))
+    if not groups:
+        return ""
+    same = [" and ".join(map(cell, names)) for names in groups.values() if len(names) > 1]
+    found = (
+        f"the same in {'; in '.join(same)}" if same else f"{len(groups)} in {plural(len(cases), 'cell')}, no two alike"
+    )
+    return f"Kernel fingerprints: {found}."
 
 
 def parity(record: Record, stem: str) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from harness.record.model import ArmFigures, Record
 from harness.record.sections.common import acceptance_at, data_link, hash10, outcome_words, outputs_of, skipped_cases
 from harness.record.sections.kernels import kernel_cases, summary_lines
-from harness.record.table import cell, code, factor, percent, percent_range, plural, share
+from harness.record.table import cell, code, count, factor, ms, percent, percent_range, plural, share
 
 REQUESTS = "greedy, one sequence at a time"
 
@@ -66,6 +66,8 @@ def _pair_lines(record: Record) -> list[tuple[str, str]]:
         ("Exactness", _exactness(record)),
         ("Output", _output(record)),
         ("Acceptance", _acceptance(arms)),
+        ("Steps", _steps(record)),
+        ("Other engines", _engines(record)),
     ]
 
 
@@ -104,7 +106,7 @@ def _noise(record: Record, arms: list[ArmFigures]) -> str:
     measured = [arm for arm in arms if arm.null_range is not None]
     if not measured:
         return ""
-    nulls = [null for arm in measured for null in arm.null]
+    nulls = [null for arm in measured for null in (*arm.null, *arm.null_block)]
     effect = percent(max(arm.smallest_effect for arm in measured)).lstrip("+")
     return f"classic against classic (null arm) {percent_range(nulls)}; smallest effect of interest {effect}."
 
@@ -141,6 +143,33 @@ def _acceptance(arms: list[ArmFigures]) -> str:
                 f"in {arm.tokens}"
             )
     return "; ".join(found) + "." if found else ""
+
+
+def _steps(record: Record) -> str:
+    """How near a classic step is to reading memory alone; nothing where the stream was not measured."""
+    found: dict[int, str] = {}
+    for figures in (figures for case in record.cases for figures in case.steps):
+        if figures.floor is not None:
+            step, at = ms(figures.classic_step_ms), count(figures.context_tokens)
+            rate = count(round(figures.floor.stream_gb_per_s))
+            part = f"{share(figures.floor.floor_share)} is its byte floor at {rate} GB/s"
+            found[figures.context_tokens] = f"classic {step} ms at {at} tokens of context, of which {part}"
+    missed = [bar.what for case in record.cases for bar in case.bars if bar.met is False]
+    parts = list(found.values()) + ([f"**bars missed: {cell(', '.join(missed))}**"] if missed else [])
+    return "; ".join(parts) + "." if parts else ""
+
+
+def _engines(record: Record) -> str:
+    """What the same checkpoint takes elsewhere."""
+    parts = []
+    for case in record.cases:
+        for engine in case.engines:
+            mine = [one for one in case.decode if one.arm == engine.peer and one.speedup is not None]
+            took = ", ".join(f"{factor(one.speedup)} ours at {count(one.context_tokens)}" for one in mine)
+            equal = f"{sum(one.rows_equal or 0 for one in mine)} of {sum(one.rows for one in mine)}"
+            if mine:
+                parts.append(f"{cell(engine.peer)} takes {took} tokens, {equal} rows of its blocks equal its chain")
+    return "; ".join(parts) + "." if parts else ""
 
 
 def _left_out(record: Record) -> str:

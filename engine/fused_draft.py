@@ -1,0 +1,104 @@
+"""A round's whole draft chain in few launches, each token staying on the device for the next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import Kind, LayerShape
+from engine.fused import Tables
+from engine.layers import LayerWeights
+from kernels import FusedOps, Linear
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """What the chain reads: the drafter's own matrices, and the target's table for the embeddings."""
+
+    shapes: tuple[LayerShape, ...]
+    layers: tuple[LayerWeights, ...]
+    embedding: Linear
+    embed_scale: Tensor
+    pre: Linear
+    post: Linear
+    head: Linear
+    final_norm: Tensor
+    window: int
+    eps: float
+    fused_geglu: dict[int, bool]
+
+
+def fused_draft(
+    ops: FusedOps,
+    weights: DraftWeights,
+    ids: Tensor,
+    vector: Tensor,
+    position: Tensor,
+    kv: dict[Kind, Tensor],
+    tables: Tables,
+    max_keys: int,
+    count: int,
+    out: Tensor,
+) -> None:
+    """`count` greedy tokens after the one in ids int32 [8], into out int32 [count]; row 0 alone is real.
+
+    vector [8, B] is the target's hidden state in row 0; position int32 [1] the rotary position and the newest key that
+    is seen, the same in every step; kv the buffers of the target's last sliding and last full layer.
+    """
+    for step in range(count):
+        embedded = ops.embed(weights.embedding, ids, weights.embed_scale, 1)
+        joined = torch.cat((embedded, vector), -1)
+        y, packed = _forward(ops, weights, joined, position, kv, tables, max_keys)
+        _, ids = ops.head(ops.product(packed, weights.head, 1), 1, None, False)
+        out[step : step + 1].copy_(ids[:1])
+        if step + 1 < count:
+            vector = ops.sum(ops.product(ops.pack(y, 1, weights.post), weights.post, 1), 1)
+
+
+def _forward(
+    ops: FusedOps,
+    weights: DraftWeights,
+    joined: Tensor,
+    position: Tensor,
+    kv: dict[Kind, Tensor],
+    tables: Tables,
+    max_keys: int,
+) -> tuple[Tensor, object]:
+    """One step over [8, 2B]: the state after the final norm [8, h], and the same made ready for the head."""
+    product = ops.product
+    h = ops.sum(product(ops.pack(joined, 1, weights.pre), weights.pre, 1), 1)
+    packed = ops.norm(h, weights.layers[0].input_norm, weights.eps, 1, weights.layers[0].qkv)
+    y = torch.empty_like(h)
+    for index, (shape, w) in enumerate(zip(weights.shapes, weights.layers, strict=True)):
+        last = index + 1 == len(weights.layers)
+        cos, sin = tables[shape.kind]
+        q = ops.heads(product(packed, w.qkv, 1), w.norm_heads, cos, sin, position, 1, shape, None, weights.eps)
+        window = weights.window if shape.kind == "sliding" else None
+        packed = ops.attend(q, kv[shape.kind], position, 1, window, max_keys, w.o)
+        a, packed = ops.residual(
+            product(packed, w.o, 1),
+            h,
+            w.post_attention_norm,
+            None,
+            w.pre_feedforward_norm,
+            weights.eps,
+            1,
+            w.gate_up,
+            None,
+        )
+        gated = ops.geglu(product(packed, w.gate_up, 1), 1, w.down, weights.fused_geglu[w.gate_up.bits])
+        following = weights.final_norm if last else weights.layers[index + 1].input_norm
+        h, packed = ops.residual(
+            product(gated, w.down, 1),
+            a,
+            w.post_feedforward_norm,
+            w.layer_scalar,
+            following,
+            weights.eps,
+            1,
+            weights.head if last else weights.layers[index + 1].qkv,
+            y if last else None,
+        )
+    return y, packed

@@ -1,0 +1,85 @@
+"""Rounds over a room: draft and verify as two recordings, and the next round on its way before the host has looked.
+
+What a round accepts is worked out on the device as well as here, so the device need not wait for this process. A round
+that ran ahead of the end of a generation is nobody's: its rows lie behind the last one that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kv import LentKV
+from engine.room import BEST, IDS, Room
+
+
+@dataclass(frozen=True)
+class Round:
+    """A finished round: its drafts, the target's greedy tokens, the device's seconds for drafting."""
+
+    draft_tokens: tuple[int, ...]
+    argmax: list[int]
+    draft_s: float
+
+
+def can_run_ahead(target: Any, drafter: Any, caches: Any, block_size: int) -> bool:
+    """Whether rounds over these caches are recordings from end to end."""
+    if getattr(caches, "room", None) is None or block_size < 2 or not hasattr(drafter, "recording"):
+        return False
+    return hasattr(target, "runs_ahead") and bool(target.runs_ahead(caches, block_size))
+
+
+def rounds(
+    target: Any, drafter: Any, caches: Any, token: int, hidden: Tensor, block_size: int, wanted: Callable[[], int]
+) -> Generator[Round]:
+    """Rounds behind `token`, whose state is hidden [H].
+
+    After each one the caches hold the whole block; the caller drops what was not accepted, and nothing more unless it
+    asks for no other round. `wanted` says how many tokens are still to come before the round that is being read; the
+    next one starts early only where this one cannot be the last for its length.
+    """
+    room: Room = caches.room
+    slot, running = 0, False
+    try:
+        while True:
+            first = caches.length
+            shared: LentKV = target.shared_kv(caches)
+            with torch.inference_mode():
+                if not running:
+                    max_keys = room.fit(caches, first + 2 * block_size)
+                    room.send([token], first)  # before anything is recorded: that runs it once, where the words say
+                    room.vector[0].copy_(hidden)
+                    verify, found = target.recorded_verify(caches, block_size, max_keys)
+                    draft = drafter.recording(shared, block_size - 1, max_keys)
+                    _launch(room, draft, verify, slot)
+                running = wanted() > block_size and first + 3 * block_size <= max_keys
+                if running:
+                    ahead = drafter.recording(shared, block_size - 1, max_keys, found.hidden)
+                    _launch(room, ahead, verify, 1 - slot)
+                words = room.wait(slot)
+                if not running:
+                    kept = found.hidden.clone()
+            caches.reserve(block_size)
+            drafts = tuple(words[IDS + 1 : IDS + block_size])
+            best = words[BEST : BEST + block_size]
+            yield Round(drafts, best, room.span(slot))
+            slot = 1 - slot
+            if not running:
+                accepted = caches.length - first - 1
+                token, hidden = best[accepted], kept[accepted]
+    finally:
+        if running:
+            for layer in caches.layers:
+                layer.touched(block_size)
+
+
+def _launch(room: Room, draft: Callable[[], None], verify: Callable[[], None], slot: int) -> None:
+    room.mark(0, slot)
+    draft()
+    room.mark(1, slot)
+    verify()
+    room.fetch(slot)
