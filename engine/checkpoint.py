@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.files import read_json_object, where
 from engine.quantize import GROUP_SIZE, dequantize
 from engine.reading import DTYPES, Meter, read_tensor
 from kernels import Stored, Weight
@@ -233,17 +234,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Name -> (dtype, shape, first byte) from a safetensors header, after checking it against the file's size."""
-    where = f"{file.parent.name}/{file.name}"
+    place = where(file)
+    try:
+        return _read_header(file, place)
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be read ({error.strerror})") from error
+
+
+def _read_header(file: Path, place: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
     size = file.stat().st_size
     with file.open("rb") as handle:
         head = handle.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{where}: truncated or not safetensors ({size} bytes); fetch the file again")
+            raise CheckpointError(f"{place}: truncated or not safetensors ({size} bytes); fetch the file again")
         try:
             header = json.loads(handle.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{where}: the header is not JSON ({error}); fetch the file again") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{place}: the header is not JSON ({error}); fetch the file again") from error
     tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
     end = 0
     try:
@@ -252,17 +260,17 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
                 first, last = (int(offset) for offset in entry["data_offsets"])
                 tensors[name] = (str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), 8 + length + first)
                 end = max(end, last)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{where}: the header is malformed ({error!r}); fetch the file again") from error
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"{place}: the header is malformed ({error!r}); fetch the file again") from error
     if 8 + length + end != size:
         raise CheckpointError(
-            f"{where}: truncated: the header promises {8 + length + end} bytes, the file has {size}; fetch it again"
+            f"{place}: truncated: the header promises {8 + length + end} bytes, the file has {size}; fetch it again"
         )
     try:
         with safe_open(str(file), framework="pt"):
             return tensors
     except SafetensorError as error:
-        raise CheckpointError(f"{where}: the header contradicts itself ({error}); fetch the file again") from error
+        raise CheckpointError(f"{place}: the header contradicts itself ({error}); fetch the file again") from error
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -276,7 +284,10 @@ def _weight_files(path: Path) -> list[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name}/{INDEX_NAME}: no weight_map; fetch the file again")
-    files = [path / str(name) for name in sorted(set(weight_map.values()))]
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or "\0" in shard:
+            raise CheckpointError(f"{path.name}/{INDEX_NAME}: {name} lies in {shard!r}, which is no file's name")
+    files = [path / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if file.parent != path or not file.is_file():
             raise CheckpointError(f"{path.name}/{INDEX_NAME}: names the shard {file.name}, which is missing")
@@ -330,16 +341,9 @@ def _bits(section: Mapping[str, Any], where: str, default: tuple[int, int] | Non
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    where = f"{file.parent.name}/{file.name}"
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{where}: missing; a checkpoint folder holds config.json and .safetensors") from error
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{where}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: must hold an object, found {type(value).__name__}")
-    return value
+    if not file.exists():
+        raise CheckpointError(f"{where(file)}: missing; a checkpoint folder holds config.json and .safetensors")
+    return read_json_object(file)
 
 
 def _sha256(file: Path) -> str:

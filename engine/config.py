@@ -186,6 +186,9 @@ class _Reader(ConfigReader):
         for name, width in (("head_dim", head_dim), ("global_head_dim", global_head_dim)):
             if width % 16:
                 raise self.fail(f"not supported: {name} {width}, it must be a multiple of 16")
+        window, most = self.positive("sliding_window"), self.positive("max_position_embeddings")
+        if window > most:
+            raise self.fail(f"sliding_window {window} is more than max_position_embeddings {most}")
         softcap = self.get("final_logit_softcapping")
         return {
             "model_type": str(self.top.get("model_type")),
@@ -219,7 +222,7 @@ class _Reader(ConfigReader):
             found = len(names) if isinstance(names, list) else repr(names)
             raise self.fail(f"layer_types has {found} entries but num_hidden_layers is {count}")
         for index, name in enumerate(names):
-            if name not in _KINDS:
+            if not isinstance(name, str) or name not in _KINDS:
                 raise self.fail(f"layer {index}: unknown layer type {name!r}; known: {', '.join(_KINDS)}")
         pattern = self.text.get("sliding_window_pattern")
         if isinstance(pattern, int) and pattern > 0:

@@ -9,9 +9,18 @@ EngineError
 
 from __future__ import annotations
 
+LONGEST_MESSAGE = 400
+
 
 class EngineError(Exception):
     """Base of everything that the engine raises on purpose."""
+
+    def __str__(self) -> str:
+        """One line of bounded length, whatever a damaged file put into it."""
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+        if len(text) <= LONGEST_MESSAGE:
+            return text
+        return f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 2 :]}"
 
 
 class ConfigError(EngineError):

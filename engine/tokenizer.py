@@ -6,7 +6,6 @@ form. `<bos>` is added once, whether or not the tokenizer adds it itself; a fami
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, RequestError
+from engine.files import read_json_object, read_text, where
 
 BUILTIN_TEMPLATE = """\
 {{- bos_token -}}
@@ -110,13 +110,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{_where(file)}: not found; a target checkpoint needs its tokenizer")
+        raise CheckpointError(f"{where(file)}: not found; a target checkpoint needs its tokenizer")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers package raises bare Exception for a file that it cannot read
-        raise CheckpointError(f"{_where(file)}: not a tokenizer file ({error})") from error
+        raise CheckpointError(f"{where(file)}: not a tokenizer file ({error})") from error
     settings = _read_json(path / "tokenizer_config.json")
-    template_file = path / "chat_template.jinja"
+    template_file = _readable(path / "chat_template.jinja")
     template = template_file.read_text(encoding="utf-8") if template_file.is_file() else settings.get("chat_template")
     bos = settings.get("bos_token", "<bos>")  # null is an answer: Qwen's prompts begin with their first token
     if isinstance(bos, Mapping):
@@ -141,26 +141,20 @@ def _stop_ids(path: Path) -> tuple[int, ...]:
     found = next((place for place in places if place is not None), ())
     ids = [found] if isinstance(found, int) else list(found) if isinstance(found, Sequence) else [found]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise CheckpointError(f"{_where(path / 'config.json')}: eos_token_id {found!r} is neither an id nor a list")
+        raise CheckpointError(f"{where(path / 'config.json')}: eos_token_id {found!r} is neither an id nor a list")
     return tuple(dict.fromkeys(ids))
-
-
-def _where(file: Path) -> str:
-    """A file as messages name it: with its folder, without the rest of its path."""
-    return f"{file.parent.name}/{file.name}"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file, {} when there is none."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{_where(file)}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{_where(file)}: expected a JSON object, found {type(content).__name__}")
-    return content
+    return read_json_object(file) if file.is_file() else {}
+
+
+def _readable(file: Path) -> Path:
+    """The same path, after reading it where it is a file: CheckpointError for bytes that are no text."""
+    if file.is_file():
+        read_text(file)
+    return file
 
 
 def _compile(template: str) -> jinja2.Template:

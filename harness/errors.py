@@ -45,6 +45,9 @@ class CheckFailed(HarnessError):
     exit_code = 1
 
 
+MAX_SHOWN = 100  # problems of one error that are printed; a damaged file can have as many as it has lines
+
+
 @dataclass(frozen=True, order=True)
 class Problem:
     """One thing wrong in one file; lines and columns count from 1."""
@@ -55,11 +58,16 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.col}: {self.message}"
+        return one_line(f"{self.file}:{self.line}:{self.col}: {self.message}")
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks, control and other unprintable characters written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class SpecError(HarnessError):
-    """One or more problems in spec files; `str()` prints one per line, sorted, duplicates dropped."""
+    """One or more problems in spec files; `str()` prints one per line, sorted, duplicates dropped, the first 100."""
 
     exit_code = 2
 
@@ -67,4 +75,7 @@ class SpecError(HarnessError):
         self.problems: tuple[Problem, ...] = tuple(sorted(set(problems)))
         if not self.problems:
             raise ValueError("a SpecError needs at least one Problem")
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        lines = [str(problem) for problem in self.problems[:MAX_SHOWN]]
+        if (more := len(self.problems) - MAX_SHOWN) > 0:
+            lines.append(f"{self.problems[MAX_SHOWN]} (and {more - 1} more problems after it)")
+        super().__init__("\n".join(lines))

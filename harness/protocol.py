@@ -25,6 +25,7 @@ JobKind = Literal[
     "decode_ours",
     "decode_peer",
     "decline",
+    "rollback",
     "try",
 ]
 FailureKind = Literal["input", "memory", "internal"]

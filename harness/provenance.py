@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -147,6 +148,12 @@ def memory_total_gib() -> float | None:
         return None
 
 
+WRITTEN = ("docs/benchmark_results", "README.md")
+"""What a run writes itself: a second one from the same tree is as clean as the first."""
+
+_BLOCK = re.compile(r"<!-- BEGIN generated: .*?<!-- END generated: [^>]*-->", re.DOTALL)
+
+
 def versions() -> dict[str, str]:
     """Versions of what computes, without importing any of it."""
     found = {"python": platform.python_version()}
@@ -165,13 +172,24 @@ def source() -> dict[str, Any]:
         for file in sorted((_ROOT / folder).rglob("*.py")):
             digest.update(file.relative_to(_ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain", "--", ".", ":(exclude)docs/benchmark_results") if commit else None
+    status = _git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)) if commit else None
+    if status is not None and _differs_outside_blocks("README.md"):
+        status += " M README.md"
     return {
         "commit": commit,
         "branch": _git("rev-parse", "--abbrev-ref", "HEAD") if commit else None,
         "dirty": bool(status) if status is not None else None,
         "source_sha256": digest.hexdigest(),
     }
+
+
+def _differs_outside_blocks(path: str) -> bool:
+    """Whether a file differs from the commit's by more than the generated blocks that a run writes into it."""
+    committed, file = _git("show", f"HEAD:{path}"), _ROOT / path
+    if committed is None or not file.is_file():
+        return committed is not None or file.is_file()
+    present = file.read_text(encoding="utf-8", errors="replace")
+    return _BLOCK.sub("", committed).strip() != _BLOCK.sub("", present).strip()
 
 
 def _git(*words: str) -> str | None:

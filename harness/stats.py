@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness import resample
+from harness import counters, resample
 
 Verdict = Literal["faster", "slower", "equivalent", "unresolved"]
 
@@ -75,39 +75,10 @@ def accepted_at(accepted: Sequence[int], drafted: Sequence[int]) -> tuple[float,
 def counter_problem(
     accepted: Sequence[int], drafted: Sequence[int], *, tokens: int | None = None, block_size: int | None = None
 ) -> str | None:
-    """First broken identity between a generation's counters, in words with both sides, or None.
-
-    `tokens` counts the whole generation: one from prefill, then 1 + accepted for each round, of which the last round
-    may be cut by a stop token or by the limit, by at most `block_size - 1` tokens.
-    """
-    try:
-        _checked(accepted, drafted)
-    except ValueError as error:
-        return str(error)
-    if block_size is not None and any(offered > block_size - 1 for offered in drafted):
-        return f"a round drafted {max(drafted)} tokens; block size {block_size} allows {block_size - 1}"
-    if accepted:
-        problem = length_identity_problem(acceptance_length(accepted), accepted_counts(accepted), len(accepted))
-        if problem:
-            return problem
-    if tokens is not None and accepted:
-        produced = 1 + sum(accepted) + len(accepted)
-        cut_limit = accepted[-1]
-        if not produced - cut_limit <= tokens <= produced:
-            span = f"{produced - cut_limit}..{produced}"
-            return f"{tokens} tokens, but prefill and {len(accepted)} rounds account for {span}"
-    return None
-
-
-def length_identity_problem(length: float, accepted_count_at: Sequence[int], rounds: int) -> str | None:
-    """Whether an acceptance length equals 1 + sum of accepted counts per position / rounds; both sides when not."""
-    if rounds < 1:
-        return "no rounds"
-    summed = 1.0 + sum(accepted_count_at) / rounds
-    if math.isclose(length, summed, rel_tol=1e-9):
-        return None
-    counts = list(accepted_count_at)
-    return f"acceptance length {length:.6g} against {summed:.6g} from counts {counts} over {rounds} rounds"
+    """First broken identity between a generation's counters, in words with both sides, or None."""
+    found = counters.generation_violations(accepted, drafted, tokens=tokens, block_size=block_size)
+    first = next(found, None)
+    return None if first is None else str(first)
 
 
 # ---- pairs and their verdict ----------------------------------------------------------------------------------------

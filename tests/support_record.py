@@ -418,8 +418,9 @@ def run_lines(scenario: Scenario = Scenario()) -> list[AnyLine]:
         for stage in STAGES:
             lines += attribution_lines(stage, multirow, large_d, scenario.rowwise_diverges)
     lines += [*parity_lines(scenario.differs), *statement_lines()[4:], *throughput_lines(scenario)]
-    failed = any(isinstance(line, CaseLine) and line.outcome == "fail" for line in lines)
-    return [*lines, end.model_copy(update={"exit_code": int(failed)})]
+    outcomes = {line.outcome for line in lines if isinstance(line, CaseLine)}
+    code = 1 if "fail" in outcomes else 3 if "error" in outcomes else 0
+    return [*lines, end.model_copy(update={"exit_code": code})]
 
 
 SCENARIOS: dict[str, Scenario] = {

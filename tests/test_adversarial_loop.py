@@ -121,7 +121,8 @@ def test_a_dropped_bonus_token_is_found_by_the_accounts():
     assert accounts(sound) is None
     assert faulty.rounds.tokens == faulty.classic.tokens, "the text alone does not show it"
     assert (sound.rounds.rounds.num_rounds, faulty.rounds.rounds.num_rounds) == (6, 8)
-    assert accounts(faulty) == "25 tokens, but prefill and 8 rounds account for 30..33"
+    identity = "emitted = prefill + rounds + accepted - cut"
+    assert accounts(faulty) == f"{identity}: 25 tokens, but prefill and 8 rounds account for 30..33"
 
 
 class StaleTarget(FakeTarget):

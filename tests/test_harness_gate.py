@@ -340,3 +340,27 @@ def test_the_command_line_names_the_program_not_its_folder(monkeypatch: pytest.M
     argv = ["/some/where/bin/harness", "run", "specs/x.yaml", "--only", "a b"]
     assert provenance.command_line(argv) == "harness run specs/x.yaml --only 'a b'"
     assert provenance.command_line(["/x/harness/__main__.py", "list"]) == "harness list"
+
+
+def test_what_a_run_writes_does_not_make_the_next_one_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two specs in a row from one clean tree: the second record must not say "uncommitted changes"."""
+    block = "<!-- BEGIN generated: results -->\n{}\n<!-- END generated: results -->\n"
+    (tmp_path / "README.md").write_text("# title\n\n" + block.format("none"), encoding="utf-8")
+    (tmp_path / "docs" / "benchmark_results").mkdir(parents=True)
+    (tmp_path / "docs" / "benchmark_results" / "README.md").write_text("none\n", encoding="utf-8")
+    for words in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    assert provenance.source()["dirty"] is False
+    (tmp_path / "docs" / "benchmark_results" / "a.md").write_text("a record\n", encoding="utf-8")
+    (tmp_path / "README.md").write_text("# title\n\n" + block.format("a record"), encoding="utf-8")
+    assert provenance.source()["dirty"] is False
+    (tmp_path / "README.md").write_text("# another title\n\n" + block.format("a record"), encoding="utf-8")
+    assert provenance.source()["dirty"] is True
+    (tmp_path / "README.md").write_text("# title\n\n" + block.format("a record"), encoding="utf-8")
+    (tmp_path / "code.py").write_text("x = 1\n", encoding="utf-8")
+    assert provenance.source()["dirty"] is True

@@ -76,6 +76,7 @@ checks:
     ignore_stop: true
     step_contexts: [40]
   - {kind: decline, id: decline, stage: base, expect_reason: differs, max_tokens: 8, draws: [8, 40]}
+  - {kind: rollback, id: rollback, block_sizes: [2]}
 """
 
 
@@ -116,6 +117,7 @@ def test_every_kind_runs_on_a_real_pair(whole: tuple[Path, RunOutcome]) -> None:
         "attribution[stage:rowwise+large_d:0]": "pass",
         "parity": "pass",
         "decline": "declined",
+        "rollback": "pass",
     }, reasons
     assert outcome.exit_code == 0
     assert not check_record(outcome.page)

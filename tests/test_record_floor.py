@@ -141,6 +141,7 @@ def test_a_missed_bar_keeps_the_verdict_and_says_so_in_the_title() -> None:
         line.model_copy(update=ended) if isinstance(line, CaseLine) and line.kind == "throughput" else line
         for line in run_lines(Scenario())
     ]
+    lines[-1] = lines[-1].model_copy(update={"exit_code": 1})
     record = build_record(lines, ENV, text)
     arm = next(arm for case in record.cases for arm in case.arms)
     assert (record.outcome, arm.verdict, record.negative) == ("fail", "faster", True)

@@ -52,12 +52,10 @@ def test_duplicate_key(tmp_path: Path) -> None:
 
 
 def test_unknown_kind_lists_known_kinds(tmp_path: Path) -> None:
-    """A union error would have listed eight models."""
+    """A union error would have listed every model."""
     found = one(check_problems(tmp_path, "  - {kind: througput, id: k}\n"))
-    known = (
-        "geometry, row_identity, exactness_probe, attribution, greedy_parity, throughput, kernel_throughput, "
-        "peer_decode, decline"
-    )
+    known = ", ".join(CHECK_MODELS)
+    assert "rollback" in known
     assert found == f"1:12: unknown check kind 'througput'; did you mean 'throughput'?; known kinds: {known}"
     assert "missing key 'kind'" in one(check_problems(tmp_path, "  - {id: k}\n"))
 

@@ -243,7 +243,7 @@ def _nano_copy(tmp_path: Path, spoil: Callable[[Path], Any]) -> Path:
     ("spoil", "expected"),
     [
         (lambda folder: (folder / TARGET_NAME / "config.json").unlink(), "config.json: missing"),
-        (lambda folder: (folder / DRAFTER_NAME / "config.json").write_text("{", encoding="utf-8"), "as JSON"),
+        (lambda folder: (folder / DRAFTER_NAME / "config.json").write_text("{", encoding="utf-8"), "not valid JSON"),
         (lambda folder: (folder / TARGET_NAME).rename(folder / "elsewhere"), "no such checkpoint folder"),
         (lambda folder: _truncate(folder / TARGET_NAME / "model-00001-of-00002.safetensors"), "truncated"),
         (lambda folder: (folder / TARGET_NAME / "tokenizer.json").unlink(), "cannot write under"),

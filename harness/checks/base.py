@@ -63,13 +63,17 @@ def inexact_note(decisions: Sequence[DecisionLine]) -> str:
 
 
 def counters_problem(lines: Sequence[ArmLine | ComparisonLine]) -> str | None:
-    """The first generation whose counters contradict each other, or None."""
+    """The first generation whose counters contradict each other, with the identity that they break, or None.
+
+    Nothing can be read from such counts, so a case that holds them is an error, neither a pass nor a failure.
+    """
     for line in lines:
         problem = stats.counter_problem(
             line.accepted_per_round, line.drafted_per_round, tokens=line.tokens, block_size=line.block_size
         )
         if problem is None and any(drafted != line.block_size - 1 for drafted in line.drafted_per_round):
-            problem = f"rounds drafted {min(line.drafted_per_round)} tokens, so another block size ran"
+            found = min(line.drafted_per_round)
+            problem = f"drafted = rounds x (block size - 1): rounds drafted {found} tokens, so another block size ran"
         if problem:
             return f"prompt {line.prompt}, block size {line.block_size}: {problem}"
     return None

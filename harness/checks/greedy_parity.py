@@ -67,9 +67,10 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
         return Judgement("fail", f"prompt {idle.prompt}, block size {idle.block_size}: no round ran")
     if not any(line.accepted_per_round for line in comparisons):
         return Judgement("error", "no round ran: every prompt ended with its first token")
-    problem = counters_problem(comparisons) or acceptance_problem(comparisons, case.block_size, check.min_acceptance)
-    if problem:
-        return Judgement("fail", problem)
+    if broken := counters_problem(comparisons):
+        return Judgement("error", broken)
+    if low := acceptance_problem(comparisons, case.block_size, check.min_acceptance):
+        return Judgement("fail", low)
     floor = check.min_distinct_tokens
     looping = next((line for line in comparisons if floor is not None and line.distinct_tokens < floor), None)
     if looping:

@@ -13,6 +13,7 @@ from harness.checks import (
     greedy_parity,
     kernel_throughput,
     peer_decode,
+    rollback,
     row_identity,
     throughput,
 )
@@ -51,6 +52,7 @@ KINDS: dict[str, CheckKind] = {
         CheckKind("kernel_throughput", kernel_throughput.measure, kernel_throughput.judge, 10),
         CheckKind("peer_decode", peer_decode.measure, peer_decode.judge, 60),
         CheckKind("decline", decline.measure, decline.judge, 5),
+        CheckKind("rollback", rollback.measure, rollback.judge, 15),
     )
 }
 

@@ -251,7 +251,7 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
         return refused
     problem = counters_problem(arms)
     if problem:
-        return Judgement("fail", problem)
+        return Judgement("error", problem)
     verdicts: list[Verdict] = []
     reasons: list[str] = []
     for arm in check.arms:

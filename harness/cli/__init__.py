@@ -1,4 +1,4 @@
-"""The command line: `harness list`, `check`, `run`, `try`, `report`, `compare`, `power`, `schema`, `env`, `new`.
+"""The command line: `list`, `check`, `run`, `try`, `report`, `compare`, `counters`, `power`, `schema`, `env`, `new`.
 
 One module per verb; what is heavy is imported inside a verb, so that `list` and `check` stay fast.
 Exit codes: 0 no case failed, 1 a case failed, 2 usage or bad spec, 3 could not measure.
@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from harness.cli.compare import compare
+from harness.cli.counters import counters
 from harness.cli.env import env
 from harness.cli.inspect import check, list_specs
 from harness.cli.new import new
@@ -33,7 +34,7 @@ def cli(traceback: bool) -> None:
     """Hold multi-token prediction to byte-identical text and a real speed-up, one YAML spec at a time."""
 
 
-for command in (list_specs, check, run, try_spec, report, compare, power, schema, env, new):
+for command in (list_specs, check, run, try_spec, report, compare, counters, power, schema, env, new):
     cli.add_command(command)
 
 

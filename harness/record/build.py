@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from harness.errors import RecordError
 from harness.pairs import NULL, is_bracketed
+from harness.record.agreement import run_problems
 from harness.record.certified import Certified, certify, with_speed, withhold_arms, withhold_steps
 from harness.record.decode import decode_figures, engine_figures
 from harness.record.evidence import contradictions_of
@@ -43,6 +44,7 @@ from harness.record.lines import (
     Outcome,
     PathLine,
     PeerLine,
+    RollbackLine,
     StartLine,
     StepLine,
     Verdict,
@@ -58,6 +60,7 @@ from harness.record.model import (
     Record,
     StepFigures,
 )
+from harness.record.rollback import rollback_figures
 from harness.record.spec_view import CaseName, SpecView
 from harness.record.speed import (
     NOT_JUDGED,
@@ -80,6 +83,7 @@ CaseEvent = (
     | StepLine
     | FloorLine
     | CheckLine
+    | RollbackLine
     | KernelShapeLine
     | PeerLine
     | KernelLine
@@ -157,6 +161,7 @@ def build_record(
     complete = run.end is not None and not run.end.interrupted and not not_run and all(c.finished for c in cases)
     date = start.started_utc[:10] if start else ""
     device = device_label(env, tuple(run.children.values()))
+    known_failures = {case.check for case in cases if spec.known_failure(case.check) is not None}
     finding = state_finding(
         subject=spec.title,
         device=device,
@@ -165,7 +170,7 @@ def build_record(
         not_run=not_run,
         complete=complete,
         tokens_identical=identical,
-        known_failures={case.check for case in cases if spec.known_failure(case.check) is not None},
+        known_failures=known_failures,
     )
     return Record(
         title=finding.title,
@@ -190,10 +195,15 @@ def build_record(
         cases=cases,
         not_run=not_run,
         children=tuple(build_child(line) for line in run.children.values()),
-        contradictions=tuple(
-            problem
-            for case in cases
-            for problem in contradictions_of(case, run.cases[case.id], run.children.get(case.child or ""), certified)
+        contradictions=(
+            *run_problems(run.starts, run.end, cases, known_failures),
+            *(
+                problem
+                for case in cases
+                for problem in contradictions_of(
+                    case, run.cases[case.id], run.children.get(case.child or ""), certified
+                )
+            ),
         ),
         host=host_rows(env, tuple(run.children.values())) | gate_rows(run.starts, run.cases),
         certificates=certified.figures,
@@ -209,6 +219,7 @@ def tokens_identical(run: Grouped, spec: SpecView) -> bool | None:
         if spec.setting(CaseName.parse(case_id).check, "kind", "") == "throughput":
             seen += [e.passed for e in events if isinstance(e, CheckLine)]  # outputs compared before timing
         seen += [e.identical and e.text_identical for e in events if isinstance(e, ComparisonLine)]
+        seen += [False for e in events if isinstance(e, RollbackLine) and not e.identical]
         arms = [e for e in events if isinstance(e, ArmLine)]
         seen += [len(hashes) == 1 for hashes in outputs_by_prompt(arms).values()]
     return all(seen) if seen else None
@@ -277,6 +288,7 @@ def build_case(
         kernel=kernel,
         decode=decode_figures(events, withhold),
         engines=engine_figures(events) if kind == "peer_decode" else (),
+        rollback=rollback_figures([event for event in events if isinstance(event, RollbackLine)]),
         outputs=outputs_by_prompt(arm_lines),
         bracketed=is_bracketed(arm_lines),
         oracle=oracle_figures(step_lines, with_speed(arms), withhold),

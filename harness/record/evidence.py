@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from engine.flags import FlagError, read_flags
 from harness import ledger, stats
 from harness.kernel_figures import OURS
+from harness.record.agreement import agreement_problems
 from harness.record.certified import Certified
 from harness.record.lines import AnyLine, ArmLine, ChildLine, ComparisonLine
 from harness.record.model import CaseRecord
@@ -26,6 +27,7 @@ def contradictions_of(
         problems += OUTCOME_RULES.get(case.kind, _no_rule)(case)
     problems += _counters(events)
     problems += certified.problems(case.id, case.kind == "throughput" and case.outcome in MEASURED)
+    problems += agreement_problems(events)
     if child is not None and case.outcome in MEASURED:
         problems += _flags(child)
         problems += [text for row in child.settings if (text := ledger.difference(row)) is not None]
@@ -105,6 +107,19 @@ def _decline(case: CaseRecord) -> Iterator[str]:
             yield f"outcome {case.outcome}, but {check.name} does not hold"
 
 
+def _rollback(case: CaseRecord) -> Iterator[str]:
+    if case.outcome != "pass":
+        return
+    if not case.rollback:
+        yield "outcome pass, but no round was scripted"
+    for one in case.rollback:
+        where = f"block size {one.block_size}"
+        if one.differing_bytes or one.first_difference:
+            yield f"outcome pass, but at {where} {one.first_difference or f'{one.differing_bytes} bytes'} differs"
+        if one.covered != one.reachable:
+            yield f"outcome pass, but at {where} {one.covered} of {one.reachable} cells were visited"
+
+
 def _kernel(case: CaseRecord) -> Iterator[str]:
     if case.outcome not in MEASURED:
         return
@@ -152,6 +167,7 @@ OUTCOME_RULES = {
     "kernel_throughput": _kernel,
     "peer_decode": _peer_decode,
     "decline": _decline,
+    "rollback": _rollback,
 }
 
 

@@ -276,6 +276,26 @@ class CheckLine(Line):
     differing_bytes: int | None = None
 
 
+class RollbackLine(Line):
+    """One scripted generation of `rollback`, its caches compared with classic decode's after every round."""
+
+    line: Literal["rollback"] = "rollback"
+    case: str
+    block_size: int
+    window: int
+    ring_slots: int
+    prompt: str  # "W-2", "S+1", ...: its length from the window or from the ring's edge
+    prompt_tokens: int
+    script: tuple[int, ...]  # drafts to be accepted, round by round
+    accepted_per_round: tuple[int, ...]
+    tokens: int
+    identical: bool  # tokens are classic's
+    rounds_compared: int
+    differing_bytes: int
+    first_difference: str | None = None
+    seconds: float
+
+
 class KernelShapeLine(Line):
     """What a `kernel_throughput` case runs: one op at one shape, on weights or caches rotated over many copies."""
 
@@ -380,6 +400,7 @@ AnyLine = Annotated[
     | StepLine
     | FloorLine
     | CheckLine
+    | RollbackLine
     | KernelShapeLine
     | PeerLine
     | KernelLine

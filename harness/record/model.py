@@ -235,6 +235,26 @@ class OracleFigures(Part):
     points: tuple[OraclePoint, ...]
 
 
+class RollbackFigures(Part):
+    """Scripted rounds of one block size around the ring's edge, and which cells of the enumeration they visited."""
+
+    block_size: int
+    window: int
+    ring_slots: int
+    runs: int
+    rounds: int  # each compared with classic decode's caches
+    cells: int  # prompt lengths x states x accepted drafts
+    reachable: int
+    covered: int
+    coverage: Figure  # covered / reachable
+    missing: tuple[str, ...]  # reachable cells that no round visited
+    unreachable: dict[str, int]  # why -> cells
+    states: dict[str, tuple[int, int]]  # state -> cells covered, reachable
+    prompts: tuple[str, ...]
+    differing_bytes: int
+    first_difference: str | None
+
+
 class PeerFigures(Part):
     """A peer beside our kernel. `ratio` is our time over its own, by rows; below 1 ours is faster."""
 
@@ -352,6 +372,7 @@ class CaseRecord(Part):
     bars: tuple[BarFigures, ...] = later(())
     decode: tuple[DecodeFigures, ...] = later(())
     engines: tuple[EngineFigures, ...] = later(())
+    rollback: tuple[RollbackFigures, ...] = later(())
     outputs: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # prompt -> distinct output hashes
     bracketed: bool = True
     oracle: tuple[OracleFigures, ...] = later(())

@@ -163,9 +163,9 @@ def step_figures(
         widths = sorted({line.rows for line in here if line.step == "verify"})
         widths = [width for width in widths if width in {arm.block_size for arm in arms}] or widths[-1:]
         for width in widths or [1]:
-            usable = [line for line in here if line.step not in ("verify", "draft_round")]
-            usable += [line for line in here if line.step == "verify" and line.rows == width]
-            usable += [one_draft(line) for line in here if line.step == "draft_round" and line.rows == width - 1]
+            rows = {"verify": width, "draft_round": width - 1}
+            usable = [line for line in here if line.rows == rows.get(line.step, line.rows)]
+            usable = [one_draft(line) if line.step == "draft_round" else line for line in usable]
             found.append(one_step(context, width, usable, arms, withhold, floor))
     return tuple(found)
 

@@ -390,6 +390,18 @@ class Decline(Generating):
     """`measured`: the probe decides. `hazard`: before it, the reference system's static predicate for CUDA."""
 
 
+class Rollback(CheckBase):
+    """Scripted rounds around the window and the ring's edge."""
+
+    claim: ClassVar[str] = "after every rollback around a ring's edge the caches hold classic's own bytes"
+    kind: Literal["rollback"]
+    """`rollback`: after every rollback around a ring's edge the caches hold classic's own bytes."""
+    stage: Stage = "rowwise"
+    """Dispatch stage of the verify forward."""
+    block_sizes: Annotated[tuple[MtpBlockSize, ...], Field(min_length=1)] | None = None
+    """Block sizes, each with cells of its own; default: the pair's."""
+
+
 CheckKind = (
     Geometry
     | RowIdentity
@@ -400,6 +412,7 @@ CheckKind = (
     | KernelThroughput
     | PeerDecode
     | Decline
+    | Rollback
 )
 Check = Annotated[CheckKind, Field(discriminator="kind")]
 CHECK_MODELS: dict[str, type[CheckBase]] = {

@@ -131,7 +131,7 @@ def _fill(check: m.CheckKind, spec: m.Spec) -> m.CheckKind:
     size = spec.pair.block_size if spec.pair is not None else None
     update: dict[str, Any] = {}
     match check:
-        case m.ExactnessProbe() | m.GreedyParity():
+        case m.ExactnessProbe() | m.GreedyParity() | m.Rollback():
             update["block_sizes"] = check.block_sizes or (size,)
         case m.Attribution() | m.Decline():
             update["block_size"] = check.block_size or size

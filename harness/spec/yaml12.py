@@ -17,7 +17,7 @@ import yaml
 from harness.errors import Problem, SpecError
 
 Loc = tuple[str | int, ...]
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 17  # thirty times the longest spec here; the parser takes 25 s for a megabyte
 _MAX_DEPTH = 20  # a spec needs 6; the parser's time grows with the square of the depth
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -25,10 +25,31 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 
 
-class _Loader(yaml.SafeLoader):
-    """Composes nodes only; every plain scalar stays text until `_scalar` reads it by the 1.2 rules."""
+class _Replay(yaml.composer.Composer, yaml.resolver.Resolver):
+    """Composes nodes from events that were parsed and checked before, so that a file is scanned once.
+
+    Every plain scalar stays text until `_scalar` reads it by the 1.2 rules.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own class attribute)
+
+    def __init__(self, events: list[yaml.Event]) -> None:
+        yaml.composer.Composer.__init__(self)
+        yaml.resolver.Resolver.__init__(self)
+        self._events, self._next = events, 0
+
+    def check_event(self, *choices: type[yaml.Event]) -> bool:
+        """Whether the next event is one of these kinds."""
+        return self._next < len(self._events) and isinstance(self._events[self._next], choices or yaml.Event)
+
+    def peek_event(self) -> yaml.Event:
+        """The next event."""
+        return self._events[self._next]
+
+    def get_event(self) -> yaml.Event:
+        """The next event, taken."""
+        self._next += 1
+        return self._events[self._next - 1]
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,8 @@ def _read_text(path: Path, shown: str) -> str:
     try:
         if path.is_dir():
             raise SpecError([Problem(shown, 1, 1, "this is a folder; name a .yaml file")])
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise SpecError([Problem(shown, 1, 1, "this is no regular file; name a .yaml file")])
         data = path.read_bytes()
     except FileNotFoundError:
         raise SpecError([Problem(shown, 1, 1, "no such file")]) from None
@@ -105,8 +128,9 @@ def _read_text(path: Path, shown: str) -> str:
 def _compose(text: str, shown: str) -> yaml.Node:
     problems: list[Problem] = []
     try:
-        depth = 0
-        for event in yaml.parse(text, Loader=_Loader):
+        depth, events = 0, []
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            events.append(event)
             problems.extend(_refused(event, shown))
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
@@ -114,7 +138,7 @@ def _compose(text: str, shown: str) -> yaml.Node:
                 raise SpecError([*problems, Problem(shown, mark.line + 1, mark.column + 1, "nested too deeply")])
         if problems:
             raise SpecError(problems)
-        root = yaml.compose(text, Loader=_Loader)
+        root = _Replay(events).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, col = (mark.line + 1, mark.column + 1) if mark else (1, 1)

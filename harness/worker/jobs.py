@@ -18,6 +18,7 @@ from harness.worker import (
     parity,
     peer_decode,
     probe,
+    rollback,
     row_identity,
     steps,
     trial,
@@ -39,6 +40,7 @@ RUNNERS: dict[str, Runner] = {
     "decode_ours": peer_decode.run_ours,
     "decode_peer": peer_decode.run_peer,
     "decline": decline.run,
+    "rollback": rollback.run,
     "try": trial.run,
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.record.model import Record
-from harness.record.sections import context, engines, exactness, kernels, result, speed, summary, trust
+from harness.record.sections import context, engines, exactness, kernels, result, rollback, speed, summary, trust
 
 Section = Callable[[Record, str], str]
 
@@ -34,6 +34,7 @@ SECTIONS: dict[str, Section] = {
     "certificates": trust.certificates,
     "attribution": exactness.attribution,
     "parity": exactness.parity,
+    "rollback": rollback.rollback,
     "checks": exactness.other_checks,
     "host": context.host,
     "ledger": trust.ledger,

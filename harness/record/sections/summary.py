@@ -120,6 +120,9 @@ def _exactness(record: Record) -> str:
         parts.append(
             f"attribution over {plural(len(cells), 'cell')}: {', '.join(f'{n} {w}' for w, n in words.items())}"
         )
+    for figures in (figures for case in record.of_kind("rollback") for figures in case.rollback):
+        visited = f"{count(figures.covered)} of {count(figures.reachable)} reachable cells"
+        parts.append(f"rollback at block size {figures.block_size}: {visited}, {figures.differing_bytes} bytes differ")
     return "; ".join(parts)
 
 
