@@ -40,6 +40,7 @@ def state_finding(
     cut = _cut(cases, not_run) if not complete else None
     speed = _speed(cases, tokens_identical)
     kernels = _kernels(cases)
+    mark: str | None
     if bad:
         text, mark = (f"{bad}, {cut}" if cut else bad), "negative"
     elif speed:
