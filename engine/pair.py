@@ -94,7 +94,10 @@ FAMILIES: tuple[Family, ...] = (
         DFlashDrafter,
         tapped_context_problem,
         "the drafter reads the tapped layers' hidden states",
-        {"MLXCEL_COMPILED_QGELU_MLP": "its MLP is a SwiGLU with one kernel"},
+        {
+            "MLXCEL_COMPILED_QGELU_MLP": "its MLP is a SwiGLU with one kernel",
+            "MLX_USE_CUDA_GRAPHS": "its steps are launched op by op",
+        },
         qwen35_path.kernel_path,
     ),
 )

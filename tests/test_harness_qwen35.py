@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +13,22 @@ from support_engine import one_thread, random_pair_dirs
 from support_qwen35 import TINY, qwen_dirs, qwen_pair
 from support_spec import HEAD, PARITY, PROBE, ROOT, check_problems, problems_of
 
+from engine.cache import LinearCache
 from engine.decision import DecisionMemo, hazard_reason, prepare_mtp
 from engine.errors import EngineError
 from engine.flags import Flags
+from engine.qwen35.cache import StateCache
 from harness.protocol import Setup
-from harness.record.lines import CheckLine, DecisionLine
+from harness.record.lines import ArmLine, CertificateLine, CheckLine, ChildLine, DecisionLine, StepLine
 from harness.record.report import check as check_record
+from harness.record.speed import oracle_figures, step_figures
 from harness.record.store import read_lines
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import load_spec
 from harness.spec import model as m
 from harness.worker import row_identity
 from harness.worker.bench import Bench
+from harness.worker.floor import kv_bytes
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=4, taps=(0, 2), drafter_layers=2)
 """Three linear layers and a full one."""
@@ -177,6 +183,66 @@ def test_ops_of_a_pair_have_no_shapes_in_a_geometry(tmp_path: Path) -> None:
     rows = "  - {kind: row_identity, id: r, geometry: tiny, ops: [linear, delta_rule]}\n"
     (problem,) = problems_of(tmp_path, head + rows)
     assert problem.endswith("op delta_rule has no shapes in a geometry, only in a Qwen 3.5 pair")
+
+
+# ---- step times ------------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_of_one_pass_has_a_step_time_at_each_width(whole: tuple[Path, RunOutcome]) -> None:
+    """A pass at width 8 divided by 7 drafts says nothing of width 2, where the same pass gives one draft."""
+    lines = [
+        StepLine(case="c", step=step, rows=rows, context_tokens=9, seconds=(ms / 1000,))  # type: ignore[arg-type]
+        for step, rows, ms in (
+            ("classic", 1, 10),
+            ("verify", 2, 12),
+            ("verify", 8, 14),
+            ("draft_round", 1, 7),
+            ("draft_round", 7, 7.7),
+        )
+    ]
+    (figures,) = oracle_figures(lines, (), False)
+    assert {point.block_size: point.draft_step_ms for point in figures.points} == pytest.approx({2: 7.0, 8: 1.1})
+    folder, outcome = whole
+    measured = read_lines(folder / "out" / "data" / outcome.page.stem / "runs.jsonl").lines
+    rounds = [line.rows for line in measured if isinstance(line, StepLine) and line.step == "draft_round"]
+    assert rounds == list(range(1, 8))
+
+
+def test_each_block_size_of_an_older_record_takes_the_pass_of_its_width() -> None:
+    """Its raw lines hold a draft line for each width; the last one for all made 1.34x of block size 2 into 1.59x."""
+    folder = ROOT / "docs" / "benchmark_results" / "data" / "qwen35-nano-cpu-2026-11-30"
+    lines = [line for line in read_lines(folder / "runs.jsonl").lines if isinstance(line, StepLine)]
+    drafts = {line.rows: 1000 * statistics.median(line.seconds) for line in lines if line.step == "draft"}
+    arms: Any = [SimpleNamespace(block_size=size, acceptance=None, speedup=None) for size in (2, 4, 8)]
+    found = {figures.block_size: figures.draft_step_ms for figures in step_figures(lines, arms, False)}
+    assert found == pytest.approx(drafts, rel=1e-5)
+
+
+def test_the_byte_floor_counts_what_the_caches_hold() -> None:
+    """On a GPU a floor of Gemma's shapes would end the case, and one without the states would be too low."""
+    pair = qwen_pair(SMALL)
+    config, caches = pair.target.config, pair.target.new_caches()
+    pair.target.prefill([1 + token for token in range(9)], caches)
+    rows = sum(layer.committed().nbytes for layer in caches.layers if isinstance(layer, LinearCache))
+    states = sum(layer.nbytes for layer in caches.layers if isinstance(layer, StateCache))
+    assert states > 0
+    assert kv_bytes(config, 8, pair.target.dtype.itemsize) == rows + states
+
+
+# ---- certificates and ledger -----------------------------------------------------------------------------------------
+
+
+def test_a_run_certifies_its_arm_and_says_which_flags_reach_nothing(whole: tuple[Path, RunOutcome]) -> None:
+    """Without a window a walk covers every length; a flag of the other family must not read as in force."""
+    folder, outcome = whole
+    lines = read_lines(folder / "out" / "data" / outcome.page.stem / "runs.jsonl").lines
+    found = [line for line in lines if isinstance(line, CertificateLine)]
+    assert found
+    assert {line.identity.window for line in found} == {0}
+    assert any(isinstance(line, ArmLine) and line.slot == "arm" for line in lines)
+    child = next(line for line in lines if isinstance(line, ChildLine) and line.settings)
+    notes = {row.name: row.note for row in child.settings}
+    assert notes["MLXCEL_COMPILED_QGELU_MLP"] == "no effect: its MLP is a SwiGLU with one kernel"
 
 
 # ---- the two gates ---------------------------------------------------------------------------------------------------

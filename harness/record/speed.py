@@ -163,11 +163,17 @@ def step_figures(
         widths = sorted({line.rows for line in here if line.step == "verify"})
         widths = [width for width in widths if width in {arm.block_size for arm in arms}] or widths[-1:]
         for width in widths or [1]:
-            rows = {"verify": width, "draft_round": width - 1}
-            usable = [line for line in here if line.rows == rows.get(line.step, line.rows)]
+            usable = [line for line in here if _of_width(line, width)]
             usable = [one_draft(line) if line.step == "draft_round" else line for line in usable]
             found.append(one_step(context, width, usable, arms, withhold, floor))
     return tuple(found)
+
+
+def _of_width(line: StepLine, width: int) -> bool:
+    """Whether a step line speaks about this block size; a one-pass drafter of older records has a line for each."""
+    if line.step == "draft":
+        return line.rows in (1, width)
+    return line.rows == {"verify": width, "draft_round": width - 1}.get(line.step, line.rows)
 
 
 def one_step(

@@ -119,6 +119,7 @@ def settings_of(bench: Bench) -> tuple[Setting, ...]:
     if bench.device.startswith("cuda") and bench.pair is not None:
         in_force["MLX_ENABLE_TF32"] = str(int(torch.backends.cuda.matmul.allow_tf32))  # torch's own state
     cuda, dtype = bench.device.startswith("cuda"), "bfloat16" if bench.pair is None else _dtype(bench.pair.target)
+    without = bench.pair.family.without_flags if bench.pair is not None else {}
     rows = [
         Setting(
             name=name,
@@ -126,7 +127,9 @@ def settings_of(bench: Bench) -> tuple[Setting, ...]:
             effective=in_force[name],
             source="",
             read=flag.read_when,
-            note=effect_note(flag.field, policy, cuda=cuda, dtype=dtype),
+            note=f"no effect: {without[name]}"
+            if name in without
+            else effect_note(flag.field, policy, cuda=cuda, dtype=dtype),
         )
         for name, flag in FLAGS.items()
     ]
