@@ -24,7 +24,7 @@ from harness import gate
 from harness.process import THREAD_SETTINGS
 from harness.record.privacy import Scrubber
 from harness.spec.load import LoadedSpec
-from harness.spec.model import CheckpointRef
+from harness.spec.pair_model import CheckpointRef
 from harness.spec.plan import Case
 from harness.spec.resolve import models_root, pair_folders, prompt_text
 

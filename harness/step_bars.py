@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.record.model import ArmFigures, StepFigures
+from harness.record.speed_model import ArmFigures, StepFigures
 from harness.spec.speed_model import StepBars
 
 

@@ -24,7 +24,7 @@ from engine.speculative import speculative_decode
 from engine.stats import Generation, Timing
 from harness import provenance
 from harness.record.sections.context import _model_words
-from harness.spec.model import CheckpointRef
+from harness.spec.pair_model import CheckpointRef
 from harness.worker.bench import PromptInput
 from harness.worker.parity import compare
 

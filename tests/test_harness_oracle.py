@@ -11,10 +11,10 @@ from support_record import arm_line, case_id, change, record_of, run_lines
 from harness import oracle, stats
 from harness.oracle import Costs
 from harness.record.lines import AnyLine, ArmLine, StepLine
-from harness.record.model import OracleFigures
 from harness.record.plot import draw_plots, plot_names
 from harness.record.report import record_json
 from harness.record.sections.speed import steps as steps_section
+from harness.record.speed_model import OracleFigures
 
 # Verify grows by 3 ms a row and a draft takes 1 ms: the second draft still pays for its row, the third does not.
 COSTS = Costs(10.0, {size: 7.0 + 3.0 * size for size in range(1, 9)}, {count: 1.0 * count for count in range(1, 8)})

@@ -15,9 +15,10 @@ from harness.record.lines import (
     ComparisonLine,
     EndLine,
 )
-from harness.record.model import ArmFigures, CaseRecord, Record
+from harness.record.model import CaseRecord, Record
 from harness.record.render import render
 from harness.record.speed import acceptance_figures
+from harness.record.speed_model import ArmFigures
 
 
 def case_of(record: Record, check: str) -> CaseRecord:

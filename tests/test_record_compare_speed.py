@@ -29,7 +29,7 @@ from harness import stats
 from harness.record.compare import Comparison, compare
 from harness.record.compare_speed import judge_arms, judge_verdicts, moved
 from harness.record.lines import ArmLine, ComparisonLine, KernelLine, KernelShapeLine, PeerLine
-from harness.record.model import ArmFigures
+from harness.record.speed_model import ArmFigures
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
 

@@ -49,17 +49,7 @@ from harness.record.lines import (
     StepLine,
     Verdict,
 )
-from harness.record.model import (
-    ArmFigures,
-    BarFigures,
-    CaseRecord,
-    CheckFigures,
-    ChildRecord,
-    ComparisonFigures,
-    DrawFigures,
-    Record,
-    StepFigures,
-)
+from harness.record.model import CaseRecord, CheckFigures, ChildRecord, ComparisonFigures, DrawFigures, Record
 from harness.record.rollback import rollback_figures
 from harness.record.spec_view import CaseName, SpecView
 from harness.record.speed import (
@@ -71,6 +61,7 @@ from harness.record.speed import (
     step_figures,
 )
 from harness.record.speed import UNFINISHED as UNFINISHED_ARMS
+from harness.record.speed_model import ArmFigures, BarFigures, StepFigures
 from harness.spec.speed_model import StepBars
 from harness.step_bars import step_bars
 

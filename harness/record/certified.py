@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from harness import certificate, coverage
 from harness.record.lines import AnyLine, ArmLine, CertificateLine, DecisionLine, DrawLine, PathLine, StartLine
-from harness.record.model import ArmFigures, CertificateFigures, StepFigures
+from harness.record.model import CertificateFigures
+from harness.record.speed_model import ArmFigures, StepFigures
 
 WITHHELD = "withheld: "
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from harness.record.compare_bytes import text_difference
 from harness.record.compare_side import ALL, Judged, Row, Side, speed_block
-from harness.record.model import AcceptanceFigures, ArmFigures, CaseRecord
+from harness.record.model import CaseRecord
+from harness.record.speed_model import AcceptanceFigures, ArmFigures
 from harness.record.table import ms, percent, percent_range, share
 from harness.stats import INTERVAL_PAIRS, MIN_PAIRS
 

@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from harness.record.lines import Verdict
-from harness.record.model import ArmFigures, CaseRecord
+from harness.record.model import CaseRecord
+from harness.record.speed_model import ArmFigures
 from harness.record.table import percent, percent_range, plural, share
 
 LONGEST_REASON = 110

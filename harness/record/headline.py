@@ -11,9 +11,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from harness.record.finding import short
-from harness.record.model import ArmFigures, Record
+from harness.record.model import Record
 from harness.record.page import block_differences, replace_block
 from harness.record.sections import Block
+from harness.record.speed_model import ArmFigures
 from harness.record.store import DEFAULT_OUT, RUNS
 from harness.record.table import cell, percent_range, share, table
 from harness.record.textfile import read_text, write_text

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from harness import oracle, stats
 from harness.pairs import NULL, Pair, arms_of, judge_pairs, pairs_of, pooled_rate
 from harness.record.lines import ArmLine, FloorLine, StepLine
-from harness.record.model import (
+from harness.record.speed_model import (
     AcceptanceFigures,
     ArmFigures,
     DiscardFigures,

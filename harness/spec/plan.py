@@ -10,6 +10,7 @@ from typing import Any
 from harness.spec import model as m
 from harness.spec.load import LoadedSpec
 from harness.spec.matrix import Cell, cell_name, expand, label, own_axes
+from harness.spec.pair_model import Pair
 from harness.spec.resolve import prompt_label
 from harness.spec.rules import with_fields
 
@@ -28,7 +29,7 @@ class Case:
     env: Mapping[str, str | None]  # flags of the cell; None means not set
     fields: Mapping[str, m.Scalar]  # what the other axes set, e.g. stage
     cell: tuple[tuple[str, str], ...]  # axis, value as the id shows it
-    pair: m.Pair | None  # None: the check is about kernels alone
+    pair: Pair | None  # None: the check is about kernels alone
     folder: Path
     requires: tuple[m.Requires, ...]
     skip: str | None
@@ -46,7 +47,7 @@ class Case:
     @property
     def block_size(self) -> int:
         """The pair's block size; the loader has seen to it that a check that asks for it has a pair."""
-        return self.pair.block_size if self.pair is not None else m.Pair.model_fields["block_size"].default
+        return self.pair.block_size if self.pair is not None else Pair.model_fields["block_size"].default
 
     @property
     def child_env(self) -> dict[str, str]:

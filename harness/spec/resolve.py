@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from harness import grown
-from harness.spec.model import CheckpointRef, Pair, Prompt
+from harness.spec.model import Prompt
+from harness.spec.pair_model import CheckpointRef, Pair
 
 MODELS_VARIABLE = "HARNESS_MODELS"
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from engine.flags import FLAGS
 from harness.spec import kernel_model as km
 from harness.spec import model as m
+from harness.spec import pair_model as pm
 from harness.spec import speed_model as sm
 
 SCHEMA_FILE = "spec.schema.json"
@@ -24,8 +25,8 @@ BEGIN = "<!-- BEGIN generated: keys (harness schema; do not edit) -->"
 END = "<!-- END generated: keys -->"
 _SHARED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("Spec", m.Spec),
-    ("`pair`", m.Pair),
-    ("`target`, `drafter`", m.CheckpointRef),
+    ("`pair`", pm.Pair),
+    ("`target`, `drafter`", pm.CheckpointRef),
     ("`requires`", m.Requires),
     ("every check", m.CheckBase),
     ("`xfail`", m.XFail),

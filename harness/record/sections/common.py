@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness.record.model import AcceptanceFigures, CaseRecord, Record
+from harness.record.model import CaseRecord, Record
+from harness.record.speed_model import AcceptanceFigures
 from harness.record.table import code, share
 
 

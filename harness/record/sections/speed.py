@@ -6,9 +6,10 @@ import statistics
 
 from harness.record.certified import WITHHELD as NO_SPEED
 from harness.record.certified import with_speed
-from harness.record.model import ArmFigures, CaseRecord, OracleFigures, Record, StepFigures
+from harness.record.model import CaseRecord, Record
 from harness.record.plot import ORACLE, plot_names
 from harness.record.speed import WITHHELD
+from harness.record.speed_model import ArmFigures, OracleFigures, StepFigures
 from harness.record.table import cell, code, count, factor, ms, percent, percent_range, plural, rate, share, table
 
 STEP_WORDS = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from harness.record.model import ArmFigures, Record
+from harness.record.model import Record
 from harness.record.sections.common import acceptance_at, data_link, hash10, outcome_words, outputs_of, skipped_cases
 from harness.record.sections.kernels import kernel_cases, summary_lines
+from harness.record.speed_model import ArmFigures
 from harness.record.table import cell, code, count, factor, ms, percent, percent_range, plural, share
 
 REQUESTS = "greedy, one sequence at a time"
