@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import argmax, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import accept, argmax, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
@@ -129,6 +129,7 @@ def _row_ops() -> Iterator[Entry]:
         yield Entry(f"embed_rows {bits} bits", partial(_embed, model, bits))
     yield Entry("head_argmax capped", partial(_head_argmax, 30.0))
     yield Entry("head_argmax plain", partial(_head_argmax, None))
+    yield Entry("accept_rows", partial(_accept, model))
 
 
 def _norm(model: Geometry, m: int) -> None:
@@ -177,6 +178,12 @@ def _pack(model: Geometry, bits: int, m: int) -> None:
 def _embed(model: Geometry, bits: int, m: int) -> None:
     table = _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
     embed.embed_rows(table, torch.empty(SLOTS, dtype=torch.int32), halves(1), m)
+
+
+def _accept(model: Geometry, m: int) -> None:
+    words = torch.empty(SLOTS, dtype=torch.int32)
+    states = halves(SLOTS, model.hidden)
+    accept.accept_rows(words, words, states, position(), position(), states, m)
 
 
 def _head_argmax(cap: float | None, m: int) -> None:
