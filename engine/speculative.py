@@ -71,7 +71,7 @@ def speculative_decode(
     """Generate by rounds; tokens, finish reason and caches equal classic decode's.
 
     After every round the caches hold the prompt and all emitted tokens but the last, as they do
-    in classic decode. Raises RequestError for a bad request or block size, EngineError for a
+    in classic decode; where a round ran ahead of a stop token, a ring refuses the rows that it took. Raises RequestError for a bad request or block size, EngineError for a
     drafter that breaks its contract.
     """
     validate_request(request, target.config)
