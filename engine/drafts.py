@@ -49,8 +49,9 @@ class Drafts(Sequence[int]):
             self.found(self._read())
 
     def found(self, tokens: list[int]) -> None:
-        """Take the tokens from a verify step that brought them to the host beside its own."""
-        self._tokens, self._seconds = tokens, self._elapsed()
+        """Take the tokens from a verify step that brought them to the host beside its own; the first ones count."""
+        if self._tokens is None:
+            self._tokens, self._seconds = tokens, self._elapsed()
 
 
 class DraftedBlock(Sequence[int]):

@@ -1,7 +1,7 @@
 """Fused ops in plain torch over the reference backend, and a stand-in for CUDA graphs.
 
 What is tested with them is the engine around the launches: rooms, control words, recordings, rounds that run ahead. A
-step takes milliseconds here, and seconds in Triton's interpreter. Rows past the real ones are NaN, as good as any value.
+step takes milliseconds here, and seconds in Triton's interpreter. Embeddings of rows past the real ones are NaN.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from support_engine import TINY
 from torch import Tensor
 
 from engine.pair import Pair
@@ -19,6 +20,11 @@ from engine.speculative import accepted_prefix
 from kernels import MAX_ROWS, FusedOps, Linear, reference
 
 T = TypeVar("T")
+
+TINIER = replace(
+    TINY, name="tinier", num_hidden_layers=2, period=2, vocab_size=320, hidden_size=64, intermediate_size=64
+)
+"""A sliding layer with a window of 16 and a full one."""
 
 
 class Again:

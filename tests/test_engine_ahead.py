@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support_engine import TINY, make_pair
-from support_fused import Again, Oracle, Tracked, accept, in_torch
+from support_engine import make_pair
+from support_fused import TINIER, Again, Oracle, Tracked, accept, in_torch
 from torch import Tensor
 
 from engine.cache import CacheSet, RingCache
@@ -28,9 +28,6 @@ from engine.rounds import rounds
 from engine.speculative import accepted_prefix, speculative_decode
 from kernels.testing import same_bytes
 
-TINIER = replace(
-    TINY, name="tinier", num_hidden_layers=2, period=2, vocab_size=320, hidden_size=64, intermediate_size=64
-)
 GROWTH = 20
 PROMPT = tuple(range(5, 43))
 """Past the ring's end, so that every row written takes another one's slot."""
