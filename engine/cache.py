@@ -66,7 +66,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def touched(self, count: int) -> None:
-        """A kernel has written `count` rows past the last one, which nobody will keep."""
+        """Kernels may have written up to `count` rows past the last one, which nobody will keep."""
 
     @abstractmethod
     def copy_rows(self, other: Self) -> None:

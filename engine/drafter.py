@@ -149,7 +149,7 @@ class Drafter:
             room.fetch()
             return room.wait()[IDS + 1 : IDS + 1 + count]
 
-        drafts = Drafts(token, count, read, room.span)
+        drafts = Drafts(token, shared.length, count, read, room.span)
         room.drafted = drafts
         return drafts
 
@@ -165,6 +165,7 @@ class Drafter:
         if target is None:
             raise EngineError("drafter: not bound to a target; call bind(target) first")
         assert isinstance(room, Room)
+        layers = shared.layers  # a recording outlives the caches: holding them would keep their room from the next ones
 
         def run() -> object:
             ops = self.kernels.fused
@@ -172,7 +173,7 @@ class Drafter:
             if verified is not None:
                 ops.accept(room.ids, room.best, verified, room.position, room.draft_position, room.vector, count + 1)
             weights = self._fused(target)
-            kv = {kind: room.kv[layer] for kind, layer in shared.layers.items()}
+            kv = {kind: room.kv[layer] for kind, layer in layers.items()}
             tables = tables_upto(self._tables, max_keys)
             out = room.ids[1 : 1 + count]
             fused_draft(ops, weights, room.ids, room.vector, room.draft_position, kv, tables, max_keys, count, out)

@@ -7,15 +7,18 @@ from typing import overload
 
 
 class Drafts(Sequence[int]):
-    """`count` draft tokens after `carried`.
+    """`count` draft tokens after `carried`, which stands at `position`.
 
     The first look at a token waits for the device; so does `seconds`, the device's time for the chain.
     """
 
-    def __init__(self, carried: int, count: int, read: Callable[[], list[int]], elapsed: Callable[[], float]) -> None:
-        self.carried, self._count = carried, count
+    def __init__(
+        self, carried: int, position: int, count: int, read: Callable[[], list[int]], elapsed: Callable[[], float]
+    ) -> None:
+        self.carried, self.position, self._count = carried, position, count
         self._read, self._elapsed = read, elapsed
         self._tokens: list[int] | None = None
+        self._seconds = 0.0
 
     def __len__(self) -> int:
         return self._count
@@ -30,18 +33,25 @@ class Drafts(Sequence[int]):
     @property
     def tokens(self) -> list[int]:
         """The tokens, on the host."""
-        if self._tokens is None:
-            self._tokens = self._read()
+        self.settle()
+        assert self._tokens is not None
         return self._tokens
 
     @property
     def seconds(self) -> float:
         """Seconds that the device took for the chain."""
-        return self._elapsed()
+        self.settle()
+        return self._seconds
+
+    def settle(self) -> None:
+        """Fetch what nobody has looked at: another chain or step is about to take the words where it stands."""
+        if self._tokens is None:
+            self.found(self._read())
 
     def found(self, tokens: list[int]) -> None:
-        """Take the tokens from a verify step that brought them to the host beside its own."""
-        self._tokens = tokens
+        """Take the tokens from a verify step that brought them to the host beside its own; the first ones count."""
+        if self._tokens is None:
+            self._tokens, self._seconds = tokens, self._elapsed()
 
 
 class DraftedBlock(Sequence[int]):

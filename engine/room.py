@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.cache import CacheSet, LayerCache, LinearCache
+from engine.drafts import Drafts
+from engine.errors import EngineError
 from kernels import MAX_ROWS
 
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class Room:
 
     `control` int32 [24] on the device and `sent`, `found` on the host: see IDS, POSITION, DRAFT_POSITION, BEST.
     `vector` [8, H] is the hidden state that the drafter starts from, in row 0; `drafted` names whose tokens stand in
-    `control`.
+    `control`; `turn` counts how often the host has written there.
     """
 
     def __init__(self, rooms: Rooms, layers: Sequence[LayerCache], hidden_size: int) -> None:
@@ -72,7 +74,8 @@ class Room:
         if self.on_gpu:
             self._arrived = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
             self._marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]  # type: ignore[no-untyped-call]
-        self.drafted: object | None = None
+        self.drafted: Drafts | None = None
+        self.turn = 0
 
     @property
     def ids(self) -> Tensor:
@@ -122,11 +125,22 @@ class Room:
 
     def send(self, tokens: Sequence[int], position: int) -> None:
         """Put a block's tokens and its position where recorded steps read them; the drafter stands one before."""
+        if self.drafted is not None:
+            self.drafted.settle()
         self.drafted = None
+        self.turn += 1
         words = self.sent.numpy()
         words[IDS : IDS + len(tokens)] = tokens
         words[POSITION], words[DRAFT_POSITION] = position, position - 1
         self.control[:BEST].copy_(self.sent[:BEST], non_blocking=True)
+
+    def check_ahead(self, caches: CacheSet, length: int, turn: int) -> None:
+        """EngineError unless a step that ran ahead from this length, after this turn, still belongs to the caches."""
+        if caches.length != length or self.turn != turn:
+            raise EngineError(
+                f"caches: {caches.length} rows are kept, but the next step ran ahead from {length}; "
+                "keep what was accepted and take no other step in between, or close the generator first"
+            )
 
     def advance(self) -> None:
         """On the device: the greedy token of row 0 is the next block's first, one position on."""
@@ -176,7 +190,9 @@ class Rooms:
         weakref.finalize(lease, self._free.append, room)
         return caches
 
+    @torch.inference_mode(False)
     def _built(self) -> Room:
+        """A room outlives whoever asks for it, so its tensors must serve in inference mode and outside of it."""
         layers = self._make().layers
         for layer in layers:
             if isinstance(layer, LinearCache):

@@ -70,9 +70,9 @@ def speculative_decode(
 ) -> Generation:
     """Generate by rounds; tokens, finish reason and caches equal classic decode's.
 
-    After every round the caches hold the prompt and all emitted tokens but the last, as they do
-    in classic decode. Raises RequestError for a bad request or block size, EngineError for a
-    drafter that breaks its contract.
+    After every round the caches hold the prompt and all emitted tokens but the last, as they do in classic decode.
+    Where a round ran ahead of a stop token, a ring has lost rows for it, and refuses them. Raises RequestError for a
+    bad request or block size, EngineError for a drafter that breaks its contract.
     """
     validate_request(request, target.config)
     check_block_size(block_size, drafter)

@@ -256,7 +256,7 @@ class Target:
         rows, first = len(tokens), caches.length
         max_keys = room.fit(caches, first + rows)
         drafts = tokens.drafts if isinstance(tokens, DraftedBlock) else None
-        if drafts is None or room.drafted is not drafts:
+        if drafts is None or room.drafted is not drafts or drafts.position != first:
             room.send(list(tokens), first)
         replay, found = self._recording(room, choice, rows, max_keys, False)
         replay()
@@ -285,17 +285,22 @@ class Target:
 
     def _ahead(self, token: int, caches: CacheSet, room: Room, count: int) -> Iterator[int]:
         choice, slot, running, max_keys = self._choice(1, True), 0, False, 0
+        first = written = turn = 0  # no step that was launched writes at position `written` or later
         try:
             for left in reversed(range(count)):
+                if running:
+                    room.check_ahead(caches, first + 1, turn)
                 first = caches.length
                 with torch.inference_mode():
                     if not running:
                         max_keys = room.fit(caches, first + 1)
                         room.send([token], first)
+                        turn, written = room.turn, first + 1
                         self._recording(room, choice, 1, max_keys, False)[0]()
                         room.fetch(slot)
                     running = left > 0 and first + 2 <= max_keys  # buffers grow only when nothing is on its way
                     if running:
+                        written = first + 2
                         self._recording(room, choice, 1, max_keys, True)[0]()
                         room.fetch(1 - slot)
                     token = room.wait(slot)[BEST]
@@ -303,9 +308,8 @@ class Target:
                 slot = 1 - slot
                 yield token
         finally:
-            if running:
-                for layer in caches.layers:
-                    layer.touched(1)
+            for layer in caches.layers:
+                layer.touched(written - layer.length)
 
     def _launch(
         self,

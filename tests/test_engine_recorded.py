@@ -1,20 +1,19 @@
 """Recorded steps and draft chains: rooms that outlive their caches, and the bytes of steps that are not recorded.
 
-On a CPU a stand-in for CUDA graphs runs the recorded function again over the same buffers, so that everything but the
-graph itself is the engine's own; the same tests with graphs need a GPU.
+On a GPU these are CUDA graphs over the kernels. On a CPU a stand-in runs the recorded function again over the same
+buffers: over fused ops in plain torch, and over the interpreted kernels, which take a second a step.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from support_engine import TINY, make_pair, random_pair_dirs
-from torch import Tensor
+from support_engine import make_pair, random_pair_dirs
+from support_fused import TINIER, Again, Oracle, in_torch
 
 pytest.importorskip("triton", reason="triton is not built for this platform")
 
@@ -28,14 +27,9 @@ from engine.requests import GenerationRequest
 from engine.room import CudaRecorder, Recorder, Rooms
 from engine.rounds import rounds
 from engine.speculative import accepted_prefix, speculative_decode
-from kernels.accept import accept_rows
 from kernels.testing import same_bytes
 
-T = TypeVar("T")
 CUDA = torch.cuda.is_available()
-TINIER = replace(
-    TINY, name="tinier", num_hidden_layers=2, period=2, vocab_size=320, hidden_size=64, intermediate_size=64
-)
 GROWTH = 20
 PROMPT = list(range(5, 24))
 """Longer than the window, so that the ring is past its end within a few steps."""
@@ -43,65 +37,45 @@ PROMPT = list(range(5, 24))
 interpreted = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
-def tensors(found: Any) -> list[Tensor]:
-    """Every tensor inside a result."""
-    if isinstance(found, Tensor):
-        return [found]
-    if isinstance(found, tuple | list):
-        return [tensor for part in found for tensor in tensors(part)]
-    return tensors(tuple(vars(found).values())) if hasattr(found, "logits") else []
-
-
-class Again:
-    """Records by keeping the function: a run computes anew and fills the first result's tensors, as a graph does."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Count, and keep."""
-        self.recorded += 1
-        result = run()
-
-        def replay() -> None:
-            for old, new in zip(tensors(result), tensors(run()), strict=True):
-                old.copy_(new)
-
-        return replay, result
-
-
-@pytest.fixture(scope="module")
-def plain() -> Pair:
-    """A tiny pair on Triton kernels whose steps are not recorded."""
-    policy = DispatchPolicy(backend="triton", flags=replace(Flags(), use_cuda_graphs=False))
-    dirs = random_pair_dirs(geometry=TINIER)
+@pytest.fixture(scope="module", params=["torch", pytest.param("kernels", marks=() if CUDA else pytest.mark.slow)])
+def plain(request: pytest.FixtureRequest) -> Pair:
+    """A tiny pair whose steps are not recorded: on the reference backend, or on Triton kernels."""
+    flags = replace(Flags(), use_cuda_graphs=False)
+    if request.param == "torch":
+        return make_pair(TINIER, policy=DispatchPolicy(flags=flags))
+    dirs, policy = random_pair_dirs(geometry=TINIER), DispatchPolicy(backend="triton", flags=flags)
     return load_pair(dirs.target, dirs.drafter, policy, device="cuda" if CUDA else "cpu")
 
 
 @pytest.fixture
-def recorder() -> Recorder:
+def recorder(plain: Pair) -> Recorder:
     """CUDA graphs where there is a GPU."""
-    return CudaRecorder() if CUDA else Again()
+    return CudaRecorder() if plain.target.device == "cuda" else Again()
 
 
 @pytest.fixture
 def recorded(plain: Pair, recorder: Recorder) -> Pair:
     """The same weights, recorded in rooms that start with 20 rows."""
-    pair = plain.with_policy(DispatchPolicy(backend="triton"))
+    pair = plain.with_policy(DispatchPolicy(backend=plain.target.policy.backend))
+    if pair.target.kernels.fused is None:
+        pair = in_torch(pair)
     pair.target.record_steps(recorder, GROWTH)
     return pair
 
 
 @interpreted
+@pytest.mark.parametrize("plain", ["torch", "kernels"], indirect=True)
 def test_recorded_steps_have_the_bytes_of_steps_that_are_not(plain: Pair, recorded: Pair) -> None:
-    """Logits, hidden states, ids and caches of blocks past the window, with rollbacks, as the room grows."""
-    blocks = ([7, 9, 300], 2), ([19, 23], 0)
+    """Logits, hidden states, ids and caches of blocks past the window, with a rollback, as the room grows."""
+    start = plain.target.new_caches()
+    filled(start, len(PROMPT))
     found = []
     for target in (plain.target, recorded.target):
         caches = target.new_caches()
-        target.prefill(PROMPT, caches)
+        for layer, held in zip(caches.layers, start.layers, strict=True):
+            layer.copy_rows(held)
         kept: list[Any] = []
-        for tokens, drop in blocks:
+        for tokens, drop in (([7, 300], 1), ([19, 23], 0)):
             out = target.step(tokens, caches, "verify")
             caches.rollback(drop)
             kept.append((out.logits, out.hidden, out.argmax))
@@ -136,8 +110,8 @@ def test_a_recording_serves_the_next_caches_and_later_contexts(recorded: Pair, r
         assert recorder.recorded == 1
 
 
-@pytest.mark.slow
 @interpreted
+@pytest.mark.parametrize("plain", [pytest.param("kernels", marks=() if CUDA else pytest.mark.slow)], indirect=True)
 def test_drafts_stay_on_the_device_until_someone_looks(plain: Pair, recorded: Pair) -> None:
     """The same proposals as the drafter's plain steps, carried into a verify block without a look at them."""
     assert recorded.drafter is not None
@@ -179,28 +153,6 @@ def test_classic_decode_runs_one_step_ahead_and_keeps_no_row_of_it(recorded: Pai
     assert target.step([7], ahead, "classic").argmax == target.step([7], alone, "classic").argmax
 
 
-class Oracle:
-    """A drafter that knows the text and is wrong where it is told to be: drafts without a network, over a room."""
-
-    def __init__(self, text: list[int], start: int, wrong: set[int]) -> None:
-        self.text, self.start, self.wrong = text, start, wrong
-
-    def recording(self, shared: Any, count: int, max_keys: int, verified: Tensor | None = None) -> Callable[[], None]:
-        """Like the drafter's: behind what the last verify step accepts, `count` tokens into the room's words."""
-        room = shared.caches.room
-
-        def run() -> None:
-            if verified is not None:
-                accept_rows(room.ids, room.best, verified, room.position, room.draft_position, room.vector, count + 1)
-            begin = int(room.position) - self.start
-            for index in range(count):
-                at = begin + index
-                token = self.text[at] if at < len(self.text) else 0
-                room.ids[1 + index] = (token + 1) % 320 if at in self.wrong else token
-
-        return run
-
-
 @interpreted
 def test_a_round_that_ran_ahead_goes_on_behind_what_was_accepted(recorded: Pair) -> None:
     """Accepted 2, 1, 0 and all again: each round was launched before the host knew how the one before ended."""
@@ -208,7 +160,8 @@ def test_a_round_that_ran_ahead_goes_on_behind_what_was_accepted(recorded: Pair)
     caches = target.new_caches()
     hidden = target.prefill(PROMPT[:start], caches)
     text = list(target.chain(7, caches.clone(), 12))
-    oracle = Oracle(text, start, {2, 4, 5})
+    assert target.kernels.fused is not None
+    oracle = Oracle(text, start, {2, 4, 5}, target.kernels.fused.accept)
     room = caches.room
     assert room is not None
     room.fit(caches, 3 * GROWTH)
@@ -230,7 +183,6 @@ def test_a_round_that_ran_ahead_goes_on_behind_what_was_accepted(recorded: Pair)
     assert caches.first_difference(alone)[0] is None
 
 
-@pytest.mark.slow
 @interpreted
 def test_a_step_between_drafting_and_verifying_does_not_change_the_block(recorded: Pair) -> None:
     """The room's words are shared: whoever writes them last must not decide what an older block verifies."""
@@ -249,7 +201,6 @@ def test_a_step_between_drafting_and_verifying_does_not_change_the_block(recorde
     assert same_bytes(first.logits, again.logits)
 
 
-@pytest.mark.slow
 @interpreted
 def test_recorded_rounds_emit_what_classic_decode_emits(plain: Pair, recorded: Pair) -> None:
     """Twelve tokens from a prompt at the window's edge, by rounds of three rows."""
@@ -273,7 +224,7 @@ def filled(caches: CacheSet, count: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for layer in caches.layers:
         shape = layer.kv.shape[1], count, layer.kv.shape[3]
-        layer.write(*(torch.randn(shape, generator=generator) for _ in range(2)))
+        layer.write(*(torch.randn(shape, generator=generator).to(layer.kv) for _ in range(2)))
 
 
 def test_two_caches_never_share_a_room() -> None:

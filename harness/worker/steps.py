@@ -130,9 +130,12 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
 
 
 def _timed(step: Callable[[], object], device: str) -> tuple[float, object]:
-    """Seconds of one call, the device's work included, and what it returned."""
+    """Seconds of one call, the device's work included and that of the copy before it left out, and what it returned."""
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.synchronize()
     began = time.perf_counter()
     returned = step()
-    if device.startswith("cuda"):
+    if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - began, returned
