@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from engine.config import TextConfig
 from engine.errors import EngineError
@@ -272,14 +273,42 @@ class RingCache(LayerCache):
         return self.rows(first, self.length)
 
 
-class CacheSet:
+class HeldLayer(Protocol):
+    """What a set of caches asks of a layer's: K/V rows here, or the state of another family's layer."""
+
+    length: int
+
+    def reserve(self, count: int, /) -> None:
+        """Append rows that a kernel writes itself."""
+
+    def rollback(self, n: int, /) -> None:
+        """Drop the newest n rows."""
+
+    def clone(self) -> Any:
+        """An independent copy."""
+
+    def committed(self) -> Tensor:
+        """The logical content; two layers of equal length hold the same when its bits are equal."""
+
+    def snapshot(self) -> tuple[int, bytes, bytes]:
+        """The logical content, to be compared with `==`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+
+HeldT = TypeVar("HeldT", bound=HeldLayer, default=LayerCache)
+
+
+class CacheSet(Generic[HeldT]):
     """The caches of all layers, kept at one length; `room` is set where their buffers are a room's."""
 
-    def __init__(self, layers: Sequence[LayerCache], room: Room | None = None) -> None:
+    def __init__(self, layers: Sequence[HeldT], room: Room | None = None) -> None:
         self.layers = list(layers)
         self.room = room
 
-    def __getitem__(self, layer: int) -> LayerCache:
+    def __getitem__(self, layer: int) -> HeldT:
         return self.layers[layer]
 
     def __len__(self) -> int:
@@ -304,16 +333,18 @@ class CacheSet:
         for layer in self.layers:
             layer.reserve(count)
 
-    def clone(self) -> CacheSet:
+    def clone(self) -> Self:
         """An independent copy, in a room of its own where this one has one."""
         if self.room is None:
-            return CacheSet([layer.clone() for layer in self.layers])
-        other = self.room.another()
-        for mine, its in zip(self.layers, other.layers, strict=True):
-            its.copy_rows(mine)
-        return other
+            other = copy.copy(self)
+            other.layers = [layer.clone() for layer in self.layers]
+            return other
+        roomy = self.room.another()
+        for mine, its in zip(self.layers, roomy.layers, strict=True):
+            its.copy_rows(cast("LayerCache", mine))  # rooms hold K/V alone
+        return cast("Self", roomy)
 
-    def first_difference(self, other: CacheSet) -> tuple[int | None, int]:
+    def first_difference(self, other: Self) -> tuple[int | None, int]:
         """First layer whose committed rows differ in a byte, compared where they lie, and the bytes compared.
 
         None for the layer when all are equal; as in a snapshot, a layer's first position counts 8 bytes.
@@ -331,8 +362,8 @@ class CacheSet:
         """Bytes allocated."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def snapshot_bytes(self) -> list[Snapshot]:
-        """The logical K/V bytes of every layer, by absolute position."""
+    def snapshot_bytes(self) -> list[tuple[int, bytes, bytes]]:
+        """The logical bytes of every layer, by absolute position."""
         return [layer.snapshot() for layer in self.layers]
 
 

@@ -33,11 +33,13 @@ _SIZED_BY = {
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
 _OTHER_TOWERS = (
     "vision_tower.",
+    "visual.",
     "vision_embedder.",
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",
     "multi_modal_projector.",
+    "mtp.",
 )
 _UNREAD_SUFFIXES = ("rotary_emb.inv_freq",)
 _DRAFTER_UNREAD = (".k_proj.", ".v_proj.", ".k_norm.")

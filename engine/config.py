@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.config_reader import ConfigReader, text_section
 from engine.errors import ConfigError
 
 Kind = Literal["sliding", "full"]
@@ -117,7 +118,7 @@ def parse_target_config(raw: Mapping[str, Any], where: str = "config.json") -> T
     """The target's geometry from a parsed config.json, top level or its text_config; ConfigError names the field."""
     if config_role(raw, where) != "target":
         raise ConfigError(f"{where}: model_type {raw['model_type']!r} is a drafter; give it as drafter, not as target")
-    text = _text_section(raw, where)
+    text = text_section(raw, where)
     reader = _Reader(text, raw, where)
     reader.refuse_unsupported_target()
     return TargetConfig(**reader.common())
@@ -129,60 +130,22 @@ def parse_drafter_config(raw: Mapping[str, Any], where: str = "config.json") -> 
         raise ConfigError(f"{where}: model_type {raw['model_type']!r} is a target; give it as target, not as drafter")
     if raw.get("use_ordered_embeddings"):
         raise ConfigError(f"{where}: not supported: use_ordered_embeddings (the centroid head of E2B and E4B drafters)")
-    reader = _Reader(_text_section(raw, where), raw, where)
+    reader = _Reader(text_section(raw, where), raw, where)
     reader.refuse_unsupported()
     width = _Reader(raw, raw, where).positive("backbone_hidden_size")
     return DrafterConfig(**reader.common(), backbone_hidden_size=width)
 
 
-def mtp_requires_linear_singleton(config: TextConfig, cuda: bool) -> bool:
+def mtp_requires_linear_singleton(config: Any, cuda: bool) -> bool:
     """True where only one linear sequence may be verified exactly: 31B geometry everywhere, 12B geometry on CUDA."""
-    if (config.head_dim, config.global_head_dim) != (256, 512):
+    if (config.head_dim, getattr(config, "global_head_dim", None)) != (256, 512):  # another family has no such width
         return False
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_global_key_value_heads)
     return heads == (32, 16, 4) or (cuda and heads == (16, 8, 1))
 
 
-def _text_section(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    text = raw.get("text_config", raw)
-    if not isinstance(text, Mapping):
-        raise ConfigError(f"{where}: text_config must be an object, found {type(text).__name__}")
-    return text
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Typed reads from one section of a config.json."""
-
-    text: Mapping[str, Any]
-    top: Mapping[str, Any]
-    where: str
-
-    def fail(self, message: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {message}")
-
-    def get(self, key: str) -> Any:
-        if key not in self.text:
-            raise self.fail(f"{key} is missing; the geometry is never guessed, add it")
-        return self.text[key]
-
-    def positive(self, key: str) -> int:
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(f"{key} must be a positive integer, found {value!r}")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise self.fail(f"{key} must be true or false, found {value!r}")
-        return value
-
-    def number(self, source: Mapping[str, Any], key: str, path: str, default: float | None = None) -> float:
-        value = source.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.fail(f"{path}{key} must be a positive number, found {value!r}")
-        return float(value)
+class _Reader(ConfigReader):
+    """Typed reads from one section of a Gemma 4 config.json."""
 
     def refuse_unsupported(self) -> None:
         """ConfigError for features of the family that this engine does not compute."""
@@ -331,13 +294,3 @@ class _Reader:
         return RopeParameters(
             self.number(entry, "rope_theta", path), partial, self.number(entry, "factor", path, 1.0), proportional
         )
-
-    def eos(self) -> tuple[int, ...]:
-        """Stop ids: the top level's, or the text section's."""
-        value = self.top.get("eos_token_id", self.text.get("eos_token_id"))
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise self.fail(f"eos_token_id must be token ids, found {value!r}")
-        return tuple(ids)

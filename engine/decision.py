@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config import mtp_requires_linear_singleton
 from engine.probe import LONG_DRAW_EXTRA, SHORT_DRAWS, ExactnessProbe, ProbeResult
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from engine.protocols import PairLike
 
 logger = logging.getLogger("engine")
+
+Gate = Literal["measured", "hazard"]
+"""Who decides: the probe's bytes, or before it the static predicate of the reference system."""
+
+HAZARD_HEAD_DIMS = (256, 288)
+"""Head dims that its fused attention kernels took on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,21 @@ def layout_reason(config: Any, cuda: bool, batch: int = 1, tree: bool = False) -
 def required_long_draw(config: Any, cuda: bool) -> int | None:
     """Prompt length of the draw past the window that this geometry must pass, or None."""
     return config.sliding_window + LONG_DRAW_EXTRA if mtp_requires_linear_singleton(config, cuda) else None
+
+
+def hazard_reason(config: Any, cuda: bool, flags: Flags) -> str | None:
+    """Why the reference system did not even probe such a pair for two weeks, in its own words, or None.
+
+    Its predicate suspected the fused attention kernel at head_dim 256 and 288 on CUDA. The cause was RoPE, as the
+    measured gate's localization would have said; the predicate stays selectable so that a record can show both.
+    """
+    if not cuda or config.head_dim not in HAZARD_HEAD_DIMS or not flags.sdpa_large_d:
+        return None
+    return (
+        "exactness probe did not run: on CUDA this head_dim reaches the fused sdpa_vector kernels, where a verify "
+        "block's per-position attention is not bit-equal to the single-token decode it stands for (issue #1935); "
+        "MLXCEL_SDPA_VECTOR_LARGE_D=0 restores it"
+    )
 
 
 def width_reason(block_size: int) -> str | None:
@@ -117,20 +138,24 @@ def prepare_mtp(
     long: int | None = None,
     walk: bool = True,
     memo: DecisionMemo | None = None,
+    gate: Gate = "measured",
 ) -> tuple[Decision, ProbeResult | None]:
     """Probe a pair at one block size and decide; logs the decision and never raises for a failed probe.
 
-    The long draw is added where the geometry requires it. The result is None when no probe ran.
+    The long draw is added where the geometry requires it. The result is None when no probe ran; with gate `hazard`
+    none runs where the static predicate holds.
     """
     target = pair.target
     policy = target.policy
     cuda = str(target.device).startswith("cuda")
-    key = (block_size, tuple(draws), long, walk, policy, str(target.device), str(target.dtype), target)
+    key = (block_size, tuple(draws), long, walk, gate, policy, str(target.device), str(target.dtype), target)
     if memo is not None and key in memo.known:
         return memo.known[key]
     refusal = width_reason(block_size)
     if pair.drafter is None:
         refusal = "this pair has no drafter"
+    if refusal is None and gate == "hazard":
+        refusal = hazard_reason(target.config, cuda, policy.flags)
     result: ProbeResult | None = None
     if refusal is None:
         required = required_long_draw(target.config, cuda)

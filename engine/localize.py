@@ -18,6 +18,9 @@ from engine.protocols import TargetLike
 CACHE_OP = "K/V cache"
 """Op name of a divergence that shows in the caches after a rollback and in no capture point."""
 
+STATE_OP = "state"
+"""The same for a layer that keeps a state in place of K/V."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -138,5 +141,7 @@ def _compare_caches(
     ):
         differing, total = snapshot_difference(ours, theirs)
         if differing:
-            return Divergence(layer, kinds.get(layer, "unknown"), CACHE_OP, position, differing, total, draw)
+            kind = kinds.get(layer, "unknown")
+            op = STATE_OP if kind == "linear" else CACHE_OP
+            return Divergence(layer, kind, op, position, differing, total, draw)
     return None

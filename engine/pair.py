@@ -1,34 +1,131 @@
-"""Loads a target and its drafter from checkpoint folders and checks that they belong together."""
+"""Loads a target and its drafter from checkpoint folders and checks that they belong together.
+
+A family is what a config.json names: `FAMILIES` says which of them loads a target, which a drafter, and how. All that
+comes after loading goes through `engine.protocols` and does not know the family.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from engine import reading
 from engine.checkpoint import Checkpoint, open_checkpoint
-from engine.config import config_role, parse_drafter_config, parse_target_config
+from engine.config import DRAFTER_TYPES, TARGET_TYPES, parse_drafter_config, parse_target_config
 from engine.dispatch import DispatchPolicy
 from engine.drafter import Drafter
-from engine.errors import PairError
+from engine.errors import ConfigError, PairError
+from engine.path import kernel_path
+from engine.qwen35 import config as qwen35
+from engine.qwen35 import path as qwen35_path
+from engine.qwen35.drafter import DFlashDrafter
+from engine.qwen35.shared import tapped_context_problem
+from engine.qwen35.target import Qwen35Target
+from engine.shared import shared_kv_problem
 from engine.target import Target
 from engine.tokenizer import Tokenizer, load_tokenizer
+
+Role = Literal["target", "drafter"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: what its config.json files say, and what loads them.
+
+    `draft_kind` is the spec's word for how its drafters propose. `shared_problem(target, tokens)` says what is wrong
+    with what a drafter is handed after these prompt tokens, or None; `shared_claim` is what holds then.
+    `without_flags` are flags that reach nothing in this family, with the reason: set, they are refused.
+    `kernel_path` names the kernels of a block and of classic decode, as `engine.path.kernel_path` does.
+    """
+
+    name: str
+    draft_kind: str
+    target_types: tuple[str, ...]
+    is_drafter: Callable[[Mapping[str, Any]], bool]
+    target_config: Callable[[Mapping[str, Any], str], Any]
+    drafter_config: Callable[[Mapping[str, Any], str], Any]
+    target: Callable[..., Any]
+    drafter: Callable[..., Any]
+    shared_problem: Callable[[Any, Sequence[int]], str | None]
+    shared_claim: str
+    without_flags: Mapping[str, str]
+    kernel_path: Callable[..., dict[str, str]]
+
+
+def _is_gemma_drafter(raw: Mapping[str, Any]) -> bool:
+    return raw.get("model_type") in DRAFTER_TYPES
+
+
+def _is_dflash_drafter(raw: Mapping[str, Any]) -> bool:
+    architectures = raw.get("architectures")
+    named = isinstance(architectures, Sequence) and qwen35.DRAFTER_ARCHITECTURE in architectures
+    return named or "dflash_config" in raw
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "gemma4",
+        "mtp",
+        TARGET_TYPES,
+        _is_gemma_drafter,
+        parse_target_config,
+        parse_drafter_config,
+        Target,
+        Drafter,
+        shared_kv_problem,
+        "the drafter reads the last layers' K/V",
+        {},
+        kernel_path,
+    ),
+    Family(
+        "qwen35",
+        "dflash",
+        qwen35.TARGET_TYPES,
+        _is_dflash_drafter,
+        qwen35.parse_target_config,
+        qwen35.parse_drafter_config,
+        Qwen35Target,
+        DFlashDrafter,
+        tapped_context_problem,
+        "the drafter reads the tapped layers' hidden states",
+        {"MLXCEL_COMPILED_QGELU_MLP": "its MLP is a SwiGLU with one kernel"},
+        qwen35_path.kernel_path,
+    ),
+)
+"""The known families."""
+
+
+def family_of(raw: Mapping[str, Any], where: str = "config.json") -> tuple[Family, Role]:
+    """Whose config.json this is, and whether it describes a target or a drafter; ConfigError for an unknown one.
+
+    Drafters first: a DFlash drafter says the model type of a plain Qwen.
+    """
+    for family in FAMILIES:
+        if family.is_drafter(raw):
+            return family, "drafter"
+    for family in FAMILIES:
+        if raw.get("model_type") in family.target_types:
+            return family, "target"
+    targets = (name for family in FAMILIES for name in family.target_types)
+    known = ", ".join((*targets, *DRAFTER_TYPES, f"architectures [{qwen35.DRAFTER_ARCHITECTURE}]"))
+    raise ConfigError(f"{where}: unknown model_type {raw.get('model_type')!r}; known: {known}")
 
 
 @dataclass(frozen=True)
 class Pair:
     """A target, its drafter and tokenizer where there are any, what identifies the checkpoints, and load times."""
 
-    target: Target
-    drafter: Drafter | None
+    target: Any
+    drafter: Any
     tokenizer: Tokenizer | None
     info: dict[str, Any]
+    family: Family = FAMILIES[0]
 
     def with_policy(self, policy: DispatchPolicy) -> Pair:
         """The same weights under another policy."""
@@ -53,18 +150,25 @@ def load_pair(
         torch.backends.cuda.matmul.allow_tf32 = policy.flags.enable_tf32
         torch.zeros(1, device=device)  # the driver's context: seconds that belong to no checkpoint
     clock.lap("device")
-    checkpoint = _open(target_dir, "target")
-    draft_checkpoint = None if drafter_dir is None else _open(drafter_dir, "drafter")
-    config = parse_target_config(checkpoint.config, f"{checkpoint.name}/config.json")
+    checkpoint, family = _open(target_dir, "target")
+    draft_checkpoint = None
+    if drafter_dir is not None:
+        draft_checkpoint, draft_family = _open(drafter_dir, "drafter")
+        if draft_family is not family:
+            raise PairError(
+                f"{draft_checkpoint.name}: a drafter of family {draft_family.name}, but {checkpoint.name} is a "
+                f"{family.name} target; give the drafter that was made for it"
+            )
+    config = family.target_config(checkpoint.config, f"{checkpoint.name}/config.json")
     clock.lap("open")
-    target = Target(checkpoint, config, policy, device, dtype)
+    target = family.target(checkpoint, config, policy, device, dtype)
     clock.lap("prepare")
     clock.split("prepare", "read", checkpoint.meter.seconds)
     info: dict[str, Any] = {"target": _describe(checkpoint, target.nbytes), "drafter": None}
     drafter = None
     if draft_checkpoint is not None:
-        draft_config = parse_drafter_config(draft_checkpoint.config, f"{draft_checkpoint.name}/config.json")
-        drafter = Drafter(draft_checkpoint, draft_config, policy, device, dtype)
+        draft_config = family.drafter_config(draft_checkpoint.config, f"{draft_checkpoint.name}/config.json")
+        drafter = family.drafter(draft_checkpoint, draft_config, policy, device, dtype)
         drafter.bind(target)
         info["drafter"] = _describe(draft_checkpoint, drafter.nbytes)
         clock.lap("drafter")
@@ -76,7 +180,7 @@ def load_pair(
         torch.cuda.empty_cache()  # what repacking took; another child may need it
     clock.lap("tokenizer")
     info["phases"] = clock.phases
-    return Pair(target, drafter, tokenizer, info)
+    return Pair(target, drafter, tokenizer, info, family)
 
 
 class _Clock:
@@ -101,13 +205,13 @@ class _Clock:
         self.phases |= {part: seconds, whole: rest}
 
 
-def _open(path: Path, role: str) -> Checkpoint:
+def _open(path: Path, role: Role) -> tuple[Checkpoint, Family]:
     """Open a folder that must hold a `role`; PairError when it holds the other one."""
     checkpoint = open_checkpoint(path)
-    found = config_role(checkpoint.config, f"{checkpoint.name}/config.json")
+    family, found = family_of(checkpoint.config, f"{checkpoint.name}/config.json")
     if found != role:
         raise PairError(f"{checkpoint.name}: this is a {found}; give it as {found}, not as {role}")
-    return checkpoint
+    return checkpoint, family
 
 
 def _describe(checkpoint: Checkpoint, resident_bytes: int) -> dict[str, Any]:

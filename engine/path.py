@@ -67,7 +67,9 @@ def effect_note(field: str, policy: DispatchPolicy, *, cuda: bool, dtype: str) -
 
 
 def config_words(config: Any) -> str:
-    """A text config's shapes in one line."""
+    """A text config's shapes in one line; a config of another family has words of its own."""
+    if isinstance(own := getattr(config, "words", None), str):
+        return own
     kinds = []
     for kind in ("sliding", "full"):
         same = [shape for shape in config.layers if shape.kind == kind]

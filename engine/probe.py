@@ -229,7 +229,7 @@ class ExactnessProbe:
     def _cases(self, lengths: Sequence[int], vocab_size: int, walk: bool) -> list[ProbeCase]:
         """The draws in order; the walk of the longest wrapped draw right after it, to share its prefill."""
         window = self.target.config.sliding_window
-        wrapped = max((length for length in lengths if length > window), default=None)
+        wrapped = max((length for length in lengths if window is not None and length > window), default=None)
         cases: list[ProbeCase] = []
         for index, length in enumerate(lengths):
             draw = Draw(length, index)

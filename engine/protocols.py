@@ -1,7 +1,7 @@
 """What the round loop and the probe need from a target, its caches and a drafter.
 
-Structural types only: `engine.target.Target` and `engine.drafter.Drafter` fit them, and so do
-the small deterministic fakes that the tests drive the loop with.
+Structural types only: the targets and drafters of every family in `engine.pair.FAMILIES` fit them, and so
+do the small deterministic fakes that the tests drive the loop with.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ConfigLike(Protocol):
         """Number of token ids."""
 
     @property
-    def sliding_window(self) -> int:
-        """Keys that a sliding layer sees, the query's own included."""
+    def sliding_window(self) -> int | None:
+        """Keys that a sliding layer sees, the query's own included; None in a family without such layers."""
 
 
 class CachesLike(Protocol):
-    """K/V rows of all layers; `length` counts them by absolute position."""
+    """K/V rows, or states, of all layers; `length` counts rows by absolute position."""
 
     @property
     def length(self) -> int:
@@ -43,7 +43,7 @@ class CachesLike(Protocol):
         """An independent copy."""
 
     def snapshot_bytes(self) -> Sequence[Any]:
-        """The logical K/V bytes, one item a layer, in a form that `==` can compare."""
+        """The logical bytes, one item a layer, in a form that `==` can compare."""
 
 
 class StepOutputLike(Protocol):
@@ -51,7 +51,7 @@ class StepOutputLike(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """Logits after the soft cap, [M, V]."""
+        """Logits, after the soft cap where there is one, [M, V]."""
 
     @property
     def hidden(self) -> Tensor:
@@ -84,11 +84,11 @@ class TargetLike(Protocol):
         """Append M rows and give their logits; `classic` takes one row, `verify` up to eight."""
 
     def shared_kv(self, caches: Any, /) -> Any:
-        """The committed K/V of the last sliding and the last full layer, for the drafter."""
+        """What the drafter reads after the rollback: the last layers' committed K/V, or tapped hidden states."""
 
 
 class DrafterLike(Protocol):
-    """Proposes tokens from the target's hidden state and shared K/V."""
+    """Proposes tokens from the target's hidden state and what `shared_kv` hands it."""
 
     def draft(self, token: int, hidden: Tensor, shared: Any, count: int) -> Sequence[int]:
         """`count` proposals that follow `token`."""

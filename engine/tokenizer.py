@@ -1,7 +1,7 @@
-"""Text to token ids and back, with Gemma's chat form.
+"""Text to token ids and back, with the checkpoint's chat form.
 
-Wraps a checkpoint's tokenizer.json; the chat template is the checkpoint's own when it ships one,
-else Gemma's turn form. `<bos>` is added once, whether or not the tokenizer adds it itself.
+Wraps a checkpoint's tokenizer.json; the chat template is the checkpoint's own when it ships one, else Gemma's turn
+form. `<bos>` is added once, whether or not the tokenizer adds it itself; a family that has none says so.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Tokenizer:
     """Encodes prompts and decodes output with one checkpoint's vocabulary."""
 
     def __init__(
-        self, backend: Any, template: str = BUILTIN_TEMPLATE, bos: str = "<bos>", stop_ids: Sequence[int] = ()
+        self, backend: Any, template: str = BUILTIN_TEMPLATE, bos: str | None = "<bos>", stop_ids: Sequence[int] = ()
     ) -> None:
-        """`backend` is a `tokenizers.Tokenizer`; `bos` must be in its vocabulary."""
+        """`backend` is a `tokenizers.Tokenizer`; `bos` must be in its vocabulary, or None: prompts start without."""
         self._backend = backend
-        self._bos = bos
-        bos_id = backend.token_to_id(bos)
-        if bos_id is None:
+        self._bos = bos or ""
+        bos_id = backend.token_to_id(bos) if bos is not None else None
+        if bos is not None and bos_id is None:
             raise CheckpointError(f"tokenizer.json: has no token {bos!r}; every prompt starts with it")
-        self.bos_id: int = bos_id
+        self.bos_id: int | None = bos_id
         self.stop_ids: tuple[int, ...] = tuple(stop_ids)
         self._template = _compile(template)
 
@@ -65,9 +65,9 @@ class Tokenizer:
         return int(self._backend.get_vocab_size())
 
     def encode_raw(self, text: str, bos: bool = True) -> tuple[int, ...]:
-        """Ids of plain text, with one `<bos>` in front unless `bos` is False."""
+        """Ids of plain text, with one `<bos>` in front unless `bos` is False or there is none."""
         ids = tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        if bos and ids[:1] != (self.bos_id,):
+        if bos and self.bos_id is not None and ids[:1] != (self.bos_id,):
             ids = (self.bos_id, *ids)
         return ids
 
@@ -118,13 +118,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     settings = _read_json(path / "tokenizer_config.json")
     template_file = _readable(path / "chat_template.jinja")
     template = template_file.read_text(encoding="utf-8") if template_file.is_file() else settings.get("chat_template")
-    bos = settings.get("bos_token", "<bos>")
+    bos = settings.get("bos_token", "<bos>")  # null is an answer: Qwen's prompts begin with their first token
     if isinstance(bos, Mapping):
         bos = bos.get("content", "<bos>")
     return Tokenizer(
         backend,
         template if isinstance(template, str) else BUILTIN_TEMPLATE,
-        bos if isinstance(bos, str) else "<bos>",
+        bos if bos is None or isinstance(bos, str) else "<bos>",
         _stop_ids(path),
     )
 

@@ -284,6 +284,7 @@ class RunContext:
             setup = Setup(
                 target=_relative(target) if target else None,
                 drafter=_relative(drafter) if drafter else None,
+                kind=case.pair.kind if case.pair is not None else None,
                 device=device,
                 threads=threads,
             )

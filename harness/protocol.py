@@ -38,10 +38,14 @@ class Message(BaseModel):
 
 
 class Setup(Message):
-    """First line to a child: which pair to load, and how. Without a target it loads nothing."""
+    """First line to a child: which pair to load, and how. Without a target it loads nothing.
+
+    `kind` is the spec's word for how the drafter proposes; a pair of another kind is refused.
+    """
 
     target: str | None = None
     drafter: str | None = None
+    kind: str | None = None
     device: str = "cpu"
     threads: int | None = None
 

@@ -99,12 +99,12 @@ def rope_general(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def geglu_fused(gate: Tensor, up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up in fp32 with one rounding; gate and up [n, I]."""
-    return _by_rows(_geglu_fused, gate, up)
+    return by_rows(_geglu_fused, gate, up)
 
 
 def geglu_ops(gate: Tensor, up: Tensor) -> Tensor:
     """gelu_tanh(gate) rounded, times up rounded; gate and up [n, I]."""
-    return _by_rows(_geglu_ops, gate, up)
+    return by_rows(_geglu_ops, gate, up)
 
 
 def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], first: int = 0) -> Tensor:
@@ -151,7 +151,7 @@ def sdpa_unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) ->
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """tanh(logits / cap) * cap with a rounding per op; logits [M, V]."""
-    return _by_rows(lambda z: (z / cap).float().tanh_().to(z.dtype).mul_(cap), logits)
+    return by_rows(lambda z: (z / cap).float().tanh_().to(z.dtype).mul_(cap), logits)
 
 
 def argmax(logits: Tensor) -> list[int]:
@@ -185,7 +185,7 @@ def _geglu_ops(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate.float(), approximate="tanh").to(gate.dtype).mul_(up)
 
 
-def _by_rows(op: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+def by_rows(op: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     """One call where neither a scalar tail nor a thread boundary can fall inside a row, else a call per row."""
     rows, width = operands[0].shape
     if width % LANES == 0 and rows * width <= GRAIN:

@@ -53,6 +53,15 @@ def test_bos_comes_exactly_once(own_bos, text):
     assert tokenizer.encode_raw("ab", bos=False).count(BOS) == 0
 
 
+def test_a_checkpoint_that_says_null_has_no_bos(tmp_path):
+    """Qwen's prompts begin with their first token; a <bos> that it never saw in training would shift every text."""
+    settings = {"bos_token": None, "chat_template": "{{ bos_token }}{{ messages[0]['content'] }}"}
+    tokenizer = load_tokenizer(write_checkpoint(tmp_path / "null", tokenizer_config__json=settings))
+    assert tokenizer.bos_id is None
+    assert tokenizer.encode_raw("ab") == PLAIN.encode_raw("ab", bos=False)
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}]).ids == tokenizer.encode_raw("ab")
+
+
 @given(st.text(max_size=40).filter(lambda text: not any(special in text for special in SPECIALS)))
 def test_text_round_trips(text):
     """Guards a lossy decode."""

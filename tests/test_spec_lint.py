@@ -64,7 +64,18 @@ def rules(found: list[str]) -> list[str]:
     return [text.rpartition("[")[2].rstrip("]") for text in found]
 
 
-@pytest.mark.parametrize("name", ["gemma4_nano", "gemma4_12b", "gemma4_31b", "kernels_gemma4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma4_nano",
+        "gemma4_12b",
+        "gemma4_31b",
+        "kernels_gemma4",
+        "qwen35_4b_dflash",
+        "qwen35_4b_seeded",
+        "qwen35_nano",
+    ],
+)
 def test_the_committed_specs_are_clean(name: str) -> None:
     """A warning in a committed spec is a warning that nobody reads."""
     assert lint(load_spec(ROOT / "specs" / f"{name}.yaml")) == ()

@@ -291,7 +291,18 @@ def test_every_kind_stands_in_a_committed_spec() -> None:
     assert {check.kind for check in specs[0].checks} == set(CHECK_MODELS) - {"kernel_throughput", "peer_decode"}
 
 
-@pytest.mark.parametrize("name", ["gemma4_nano", "gemma4_12b", "gemma4_31b", "kernels_gemma4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma4_nano",
+        "gemma4_12b",
+        "gemma4_31b",
+        "kernels_gemma4",
+        "qwen35_4b_dflash",
+        "qwen35_4b_seeded",
+        "qwen35_nano",
+    ],
+)
 def test_committed_specs_load(name: str) -> None:
     """A spec that ships must be valid."""
     assert load_spec(ROOT / "specs" / f"{name}.yaml").spec.name == name

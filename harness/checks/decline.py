@@ -27,6 +27,7 @@ def measure(case: Case, context: RunContext) -> None:
         stage=check.stage,
         block_size=check.block_size,
         draws=list(check.draws),
+        gate=check.gate,
         expect_reason=check.expect_reason,
         prompts=prompt_inputs(check.prompts, case.folder),
         max_tokens=check.max_tokens,

@@ -60,7 +60,8 @@ def statements(case: str, check: Geometry, facts: Mapping[str, Any]) -> list[Che
         if expected is not None:
             state(predicate, expected, facts.get(predicate))
     if "shared_kv_problem" in facts:
-        state("the drafter reads the last layers' K/V", SHARED, facts["shared_kv_problem"] or SHARED)
+        claim = facts.get("shared_claim", "the drafter reads the last layers' K/V")
+        state(claim, SHARED, facts["shared_kv_problem"] or SHARED)
     return lines
 
 

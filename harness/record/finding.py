@@ -1,7 +1,7 @@
 """The finding in one line: what a record's title says, good or bad. Pure.
 
-Order of importance: wrong text, a declined pair, an override, failures, a cut run, errors, skips, then speed.
-A title never holds a speed-up unless every output was compared and equal.
+Order of importance: wrong text, a declined pair, an override, failures, speed, a cut run, errors, skips; a cut run says
+so behind what it found. A title never holds a speed-up unless every output was compared and equal.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def state_finding(
     cut = _cut(cases, not_run) if not complete else None
     speed = _speed(cases, tokens_identical)
     kernels = _kernels(cases)
+    mark: str | None
     if bad:
         text, mark = (f"{bad}, {cut}" if cut else bad), "negative"
+    elif speed:
+        text, mark = f"{speed[0]}, {cut}" if cut else speed[0], speed[1]
     elif cut:
         text, mark = cut, None
-    elif speed:
-        text, mark = speed
     elif kernels:
         text, mark = kernels
     else:

@@ -82,7 +82,7 @@ class Identity(Line):
     backend: str
     dtype: str
     geometry: str
-    window: int
+    window: int  # 0: no layer has one
 
 
 class ChildLine(Line):

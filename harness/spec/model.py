@@ -15,7 +15,9 @@ from harness.spec.kernel_model import Backend, Bars, Context, GeometryName, Kern
 from harness.spec.speed_model import DecodePeer, PeerSpeedups, StepBars
 
 Stage = Literal["base", "attention", "attention_mlp", "rowwise"]
-Op = Literal["linear", "rmsnorm", "rope", "geglu", "attention", "lm_head"]
+Op = Literal["linear", "rmsnorm", "rope", "geglu", "attention", "lm_head", "swiglu", "output_gate", "delta_rule"]
+GEMMA_OPS: tuple[Op, ...] = ("linear", "rmsnorm", "rope", "geglu", "attention", "lm_head")
+Gate = Literal["measured", "hazard"]
 Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
 Reason = Annotated[str, Field(min_length=3)]
 Scalar = str | int | float | bool | None
@@ -23,6 +25,7 @@ BlockSize = Annotated[int, Field(ge=1, le=8)]
 DrawLength = Annotated[int, Field(ge=1, le=131072)]
 Tokens = Annotated[int, Field(ge=2, le=32768)]
 MtpBlockSize = Annotated[int, Field(ge=2, le=8)]
+DeclinedBlockSize = Annotated[int, Field(ge=2, le=16)]
 
 
 class Grow(Model):
@@ -48,8 +51,8 @@ class Pair(Model):
     """The big model; its output is the law."""
     drafter: CheckpointRef
     """The assistant that proposes tokens."""
-    kind: Literal["mtp"] = "mtp"
-    """How the drafter proposes: `mtp` reads the target's hidden state and K/V."""
+    kind: Literal["mtp", "dflash"] = "mtp"
+    """How it drafts: `mtp` token by token from hidden state and K/V, `dflash` a block at once from several layers."""
     block_size: MtpBlockSize = 4
     """Rows in one verify forward: the carried token plus block_size - 1 drafts."""
 
@@ -172,8 +175,8 @@ class RowIdentity(CheckBase):
     claim: ClassVar[str] = "an op at M rows equals M one-row calls, byte for byte"
     kind: Literal["row_identity"]
     """`row_identity`: an op at M rows equals M one-row calls, byte for byte."""
-    ops: Annotated[tuple[Op, ...], Field(min_length=1)] = get_args(Op)
-    """Ops to compare; default: all."""
+    ops: Annotated[tuple[Op, ...], Field(min_length=1)] = GEMMA_OPS
+    """Ops to compare; default: Gemma 4's. A Qwen 3.5 pair has no geglu; swiglu, output_gate, delta_rule are its own."""
     rows: Annotated[tuple[BlockSize, ...], Field(min_length=1)] = (1, 2, 3, 4, 5, 6, 7, 8)
     """Numbers of rows M."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -379,10 +382,12 @@ class Decline(Generating):
     """Dispatch stage that must decline."""
     expect_reason: Annotated[str, Field(min_length=1)]
     """Words that the decline reason must contain."""
-    block_size: MtpBlockSize | None = None
-    """Block size to probe; default: the pair's."""
+    block_size: DeclinedBlockSize | None = None
+    """Block size to probe; default: the pair's. Above 8 rows it can only decline."""
     draws: Annotated[tuple[DrawLength, ...], Field(min_length=1)] = (8,)
     """Prompt lengths of the probe's draws."""
+    gate: Gate = "measured"
+    """`measured`: the probe decides. `hazard`: before it, the reference system's static predicate for CUDA."""
 
 
 class Rollback(CheckBase):

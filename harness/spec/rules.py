@@ -92,6 +92,10 @@ def check_findings(check: m.CheckKind, folder: Path, block_size: int | None) -> 
                 yield ("expect",), "nothing is expected; name a field or a predicate"
         case m.KernelThroughput():
             yield from _kernel_findings(check)
+        case m.RowIdentity() if check.geometry is not None:
+            for index, op in enumerate(check.ops):
+                if op not in m.GEMMA_OPS:
+                    yield ("ops", index), f"op {op} has no shapes in a geometry, only in a Qwen 3.5 pair"
         case m.PeerDecode():
             yield from _peer_findings(check, folder)
         case m.Generating():

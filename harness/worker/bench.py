@@ -11,7 +11,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from engine.decision import Decision, DecisionMemo, prepare_mtp
+from engine.decision import Decision, DecisionMemo, Gate, prepare_mtp
 from engine.decode import classic_decode
 from engine.dispatch import DispatchPolicy, Stage
 from engine.errors import EngineError
@@ -85,6 +85,8 @@ class Bench:
         if setup.target is not None:
             drafter = Path(setup.drafter) if setup.drafter is not None else None
             self.pair = load_pair(Path(setup.target), drafter, self.policy, device=setup.device)
+            _check_kind(setup.kind, self.pair)
+            _check_flags(self.reading.requested, self.pair)
             self._stages[DEFAULT_STAGE] = self.pair
         self.load_s = time.perf_counter() - began
 
@@ -141,10 +143,11 @@ class Bench:
         walk: bool = True,
         *,
         afresh: bool = False,
+        gate: Gate = "measured",
     ) -> tuple[Decision, ProbeResult | None]:
         """Probe once per stage, block size and draws, afterwards answer from memory; `afresh` probes again."""
         memo = DecisionMemo() if afresh else self._memo
-        return prepare_mtp(self.at(stage), block_size, tuple(draws), walk=walk, memo=memo)
+        return prepare_mtp(self.at(stage), block_size, tuple(draws), walk=walk, memo=memo, gate=gate)
 
     def prompt(self, data: dict[str, Any]) -> PromptInput:
         """Tokenize a prompt given as {name, form, text}."""
@@ -193,6 +196,20 @@ class Bench:
 
 
 # ---- values that several jobs send ----------------------------------------------------------------------------------
+
+
+def _check_kind(kind: str | None, pair: Any) -> None:
+    """The spec says how its drafter proposes; a pair of another kind is another question."""
+    found = pair.family.draft_kind
+    if kind not in (None, found) and pair.drafter is not None:
+        raise EngineError(f"pair.kind is {kind}, but these checkpoints draft by {found}; write kind: {found}")
+
+
+def _check_flags(requested: Mapping[str, str | None], pair: Any) -> None:
+    """A flag that reaches nothing in this family would make a cell that looks like a result."""
+    for name, reason in pair.family.without_flags.items():
+        if requested.get(name) is not None:
+            raise EngineError(f"{name} has no counterpart in family {pair.family.name}: {reason}; unset it")
 
 
 def sha256_ids(tokens: Sequence[int]) -> str:

@@ -9,9 +9,9 @@ from harness.worker.bench import DEFAULT_STAGE, Bench, Output, send_probe, sha25
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Args: stage, block_size, draws, expect_reason, prompts, max_tokens, ignore_stop."""
+    """Args: stage, block_size, draws, gate, expect_reason, prompts, max_tokens, ignore_stop."""
     stage, block_size = args["stage"], args["block_size"]
-    decision, result = bench.decide(stage, block_size, args["draws"], walk=False, afresh=True)
+    decision, result = bench.decide(stage, block_size, args["draws"], walk=False, afresh=True, gate=args["gate"])
     send_probe(out, decision, result)
 
     def check(name: str, passed: bool, expected: str, found: str) -> None:

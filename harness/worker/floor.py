@@ -24,6 +24,8 @@ def stream_seconds(device: str) -> tuple[int, tuple[float, ...]]:
 
 def kv_bytes(config: Any, context: int, itemsize: int) -> int:
     """Bytes of the keys and values that the row after `context` tokens sees, its own among them, over all layers."""
+    if hasattr(config, "kv_bytes"):  # a family with other layers counts for itself
+        return int(config.kv_bytes(context, itemsize))
     total = 0
     for shape in config.layers:
         keys = context + 1

@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 from engine.config import mtp_requires_linear_singleton
-from engine.shared import shared_kv_problem
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output
 
 WRAP = 2  # tokens past the window, so that the sliding layer's ring has gone round
+WITHOUT_WINDOW = 40
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Config fields of target and drafter, predicates, and whether the drafter gets the right K/V."""
+    """Config fields of target and drafter, predicates, and whether the drafter gets the right K/V or hidden states."""
     pair = bench.at(DEFAULT_STAGE)
     config = pair.target.config
     kinds = list(config.layer_types)
@@ -25,8 +25,10 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
         "linear_singleton_cuda": mtp_requires_linear_singleton(config, True),
     }
     if pair.drafter is not None:
-        tokens = [1 + index % (config.vocab_size - 1) for index in range(config.sliding_window + WRAP)]
-        facts["shared_kv_problem"] = shared_kv_problem(pair.target, tokens)
+        count = (config.sliding_window or WITHOUT_WINDOW) + WRAP
+        tokens = [1 + index % (config.vocab_size - 1) for index in range(count)]
+        facts["shared_kv_problem"] = pair.family.shared_problem(pair.target, tokens)
+        facts["shared_claim"] = pair.family.shared_claim
     return facts
 
 

@@ -18,7 +18,7 @@ import engine
 import kernels
 from engine.decision import Decision
 from engine.flags import FLAGS
-from engine.path import config_words, effect_note, kernel_path
+from engine.path import config_words, effect_note
 from engine.probe import ProbeResult
 from harness import certificate
 from harness.process import THREAD_SETTINGS
@@ -91,7 +91,7 @@ def identity_of(bench: Bench) -> Identity:
         backend=target.kernels.backend,
         dtype=_dtype(target),
         geometry=geometry,
-        window=target.config.sliding_window,
+        window=target.config.sliding_window or 0,
     )
 
 
@@ -160,6 +160,7 @@ def path_line(
     bits = [weight.bits for name, weight in target.linear_weights() if name.endswith("gate_proj+up_proj")]
     cuda = str(target.device).startswith("cuda")
     fused = target.kernels.fused is not None
+    kernel_path = bench.pair.family.kernel_path
     path = kernel_path(target.policy, block_size, bits, prompts, cuda=cuda, dtype=_dtype(target), fused=fused)
     stated = json.dumps([bench.identity.model_dump(), block_size, path], sort_keys=True)
     return PathLine(

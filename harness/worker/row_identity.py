@@ -15,7 +15,9 @@ from torch import Tensor
 from engine.attention import attend_step
 from engine.compare import differing_bytes
 from engine.config import Kind, LayerShape
+from engine.errors import EngineError
 from engine.layers import TABLE_STEP, rope_tables
+from engine.qwen35.target import Qwen35Target
 from engine.target import Target
 from harness.record.lines import CheckLine
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output
@@ -58,7 +60,11 @@ def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
     target = bench.at(DEFAULT_STAGE).target
     generator = torch.Generator().manual_seed(args["seed"])
     rows: list[int] = sorted(set(args["rows"]))
-    found = [(op, item) for op in args["ops"] for item in SUBJECTS[op](target, generator)]
+    known = subjects_of(target)
+    for op in args["ops"]:
+        if op not in known:
+            raise EngineError(f"row_identity: op {op} is none of this pair's; its ops: {', '.join(known)}")
+    found = [(op, item) for op in args["ops"] for item in known[op](target, generator)]
     for done, (op, subject) in enumerate(found):
         out.progress(done, len(found), f"{op}: {subject.name}")
         x = torch.randn(MAX_ROWS, *subject.shape, generator=generator).to(dtype=target.dtype, device=target.device)
@@ -80,11 +86,20 @@ def send_difference(out: Output, name: str, difference: Difference | None) -> No
     )
 
 
-def differing_ops(target: Target, rows: int, seed: int = 0) -> list[str]:
+def subjects_of(target: Any) -> dict[str, Callable[[Any, torch.Generator], Iterator[Subject]]]:
+    """The ops of the target's family, by name."""
+    if isinstance(target, Qwen35Target):
+        from harness.worker import row_identity_qwen35
+
+        return row_identity_qwen35.SUBJECTS
+    return SUBJECTS
+
+
+def differing_ops(target: Any, rows: int, seed: int = 0) -> list[str]:
     """Ops that break the row contract on their own at this many rows, under the target's stage and flags."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for op, subjects in SUBJECTS.items():
+    for op, subjects in subjects_of(target).items():
         for subject in subjects(target, generator):
             x = torch.randn(MAX_ROWS, *subject.shape, generator=generator).to(dtype=target.dtype, device=target.device)
             if compare(subject, x, [rows]) is not None:
@@ -134,7 +149,7 @@ def _settings(x: Tensor, count: int) -> Iterator[tuple[str, Tensor, tuple[int, .
 # ---- the ops --------------------------------------------------------------------------------------------------------
 
 
-def _linears(target: Target, generator: torch.Generator) -> Iterator[Subject]:
+def linears(target: Target, generator: torch.Generator) -> Iterator[Subject]:
     """Every distinct matrix shape of the layers, by the launch that the flags choose for that many rows."""
     seen: set[tuple[int, int, int]] = set()
     for name, weight in target.linear_weights():
@@ -191,7 +206,7 @@ def _rope(target: Target, kind: Kind, shape: LayerShape) -> Subject:
         return rotate(x, cos[picked], sin[picked])
 
     heads = shape.num_heads + shape.num_kv_heads
-    return _subject(f"{kind} {heads} heads x {shape.head_dim}", (heads, shape.head_dim), call)
+    return subject_of(f"{kind} {heads} heads x {shape.head_dim}", (heads, shape.head_dim), call)
 
 
 def _geglus(target: Target, generator: torch.Generator) -> Iterator[Subject]:
@@ -209,17 +224,17 @@ def _geglu(target: Target, width: int, bits: int) -> Subject:
         fused = policy.geglu(len(order), bits, decode) == "fused"
         return kernels.geglu_fused(gate, up) if fused else kernels.geglu_ops(gate, up)
 
-    return _subject(f"{width} wide, {bits} bits", (2 * width,), call)
+    return subject_of(f"{width} wide, {bits} bits", (2 * width,), call)
 
 
-def _heads(target: Target, generator: torch.Generator) -> Iterator[Subject]:
+def heads_of(target: Target, generator: torch.Generator) -> Iterator[Subject]:
     """The whole head, soft cap included."""
 
     def call(x: Tensor, order: Sequence[int], decode: bool) -> Tensor:
         return target.logits(x[: len(order)])
 
     config = target.config
-    yield _subject(f"{config.vocab_size}x{config.hidden_size}", (config.hidden_size,), call)
+    yield subject_of(f"{config.vocab_size}x{config.hidden_size}", (config.hidden_size,), call)
 
 
 def _attentions(target: Target, generator: torch.Generator) -> Iterator[Subject]:
@@ -257,10 +272,10 @@ def _attention(target: Target, kind: Kind, index: int, generator: torch.Generato
         out = attend_step(kernels, policy.attention(count, kind, decode), own, queries, k, v, count)
         return out[[row - first for row in order]]
 
-    return _subject(f"{kind} {shape.num_heads} heads x {width} over {held} keys", (shape.num_heads, width), call)
+    return subject_of(f"{kind} {shape.num_heads} heads x {width} over {held} keys", (shape.num_heads, width), call)
 
 
-def _subject(name: str, shape: tuple[int, ...], call: Callable[[Tensor, Sequence[int], bool], Tensor]) -> Subject:
+def subject_of(name: str, shape: tuple[int, ...], call: Callable[[Tensor, Sequence[int], bool], Tensor]) -> Subject:
     """A subject whose one-row calls are classic decode's and whose blocks are verify's."""
     return Subject(
         name,
@@ -278,11 +293,11 @@ def _kinds(target: Target) -> dict[Kind, int]:
     return kinds
 
 
-SUBJECTS: dict[str, Callable[[Target, torch.Generator], Iterator[Subject]]] = {
-    "linear": _linears,
+SUBJECTS: dict[str, Callable[[Any, torch.Generator], Iterator[Subject]]] = {
+    "linear": linears,
     "rmsnorm": _norms,
     "rope": _ropes,
     "geglu": _geglus,
     "attention": _attentions,
-    "lm_head": _heads,
+    "lm_head": heads_of,
 }

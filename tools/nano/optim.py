@@ -59,7 +59,7 @@ def working_weights(
 def orthogonalize(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Nearest orthogonal matrices of a stack [L, N, K], by the quintic Newton-Schulz iteration (Muon, Jordan 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = update.bfloat16()
+    x = update.bfloat16() if update.is_cuda else update.float()  # bf16 products are slow on many CPUs
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
