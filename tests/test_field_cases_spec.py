@@ -242,8 +242,10 @@ def test_a_small_gate_under_a_large_spread_is_unresolved_and_says_what_it_takes(
 
 
 def test_the_host_clock_measures_a_known_duration() -> None:
-    """A timer that counts warm-up or what lies between calls would be wrong by tens of percent: 4 calls of 0.5 ms, short
-    and often, so that one repeat at least is not interrupted by another process."""
+    """A timer that counts warm-up or what lies between calls would be wrong by tens of percent: 4 calls of 0.5 ms.
+
+    Short and often, so that one repeat at least is not interrupted by another process.
+    """
     import time
 
     from harness.worker.kernel_clock import KernelArm, time_arms, warm
