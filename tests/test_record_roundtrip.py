@@ -134,6 +134,12 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_these_runs_are_sound(name: str) -> None:
+    """The base of every change below: a run that contradicts itself would hide what a change adds."""
+    assert RUNS[name].record().contradictions == ()
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_every_digit_of_a_page_is_checked(name: str) -> None:
     """Guards a figure outside the generated blocks, in a title, a caption or a link: none may be changed unseen."""
     record = RUNS[name].record()
