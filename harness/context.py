@@ -26,6 +26,7 @@ from harness.ledger import check_flags
 from harness.locks import Place, measuring_lock, places
 from harness.meter import Meter
 from harness.needs import Needs
+from harness.peak import peak_problem
 from harness.process import JOB_TIMEOUT_S, WORKER_COMMAND, Child
 from harness.protocol import AnyEvent, LogEvent, Progress, RawLine, Setup
 from harness.record.lines import LINE_ADAPTER, AnyLine, CaseLine, ChildLine, GateLine, PathLine
@@ -178,10 +179,13 @@ class RunContext:
             elif isinstance(event, Progress):
                 self.progress(case, event.done, event.total, event.note)
 
-        data = child.run(kind, case.id, args, timeout_s=self._timeout_s, on_event=receive).data
+        result = child.run(kind, case.id, args, timeout_s=self._timeout_s, on_event=receive)
+        allowed = case.check.max_peak_gib if child is not self._aside else None  # another engine's memory is its own
+        if problem := peak_problem(result.peak_memory_bytes, allowed, self.device_of(case)):
+            found.append(problem)
         if found:
             raise CheckFailed(f"child {child.name}: {found[0]}")
-        return data
+        return result.data
 
     # ---- skips and gates ----------------------------------------------------------------------------------------
 

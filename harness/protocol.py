@@ -116,6 +116,7 @@ class Result(Message):
     event: Literal["result"] = "result"
     job: int
     data: dict[str, Any] = Field(default_factory=dict)
+    peak_memory_bytes: int | None = None  # the most that the child has held so far, on the device that it computes on
 
 
 class Failure(Message):

@@ -345,7 +345,7 @@ def main() -> None:
         data = answer(job, script)
         with (Path(script["folder"]) / "spans.txt").open("a", encoding="utf-8") as file:
             file.write(f"{began} {time.monotonic()} {os.getpid()} {job['case']}\n")
-        emit(event="result", job=job["id"], data=data)
+        emit(event="result", job=job["id"], data=data, peak_memory_bytes=script.get("peak"))
 
 
 if __name__ == "__main__":

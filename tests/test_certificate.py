@@ -210,6 +210,20 @@ def test_a_run_leaves_its_certificate_on_the_page(tmp_path: Path) -> None:
     assert "tok/s |" not in words
 
 
+def test_a_null_block_is_no_arm_that_needs_one(tmp_path: Path) -> None:
+    """Guards against a record that contradicts itself because classic in an arm's place has no certificate."""
+    schedule = "repeats: 4, processes: 2, order: abba, null_blocks: 1"
+    path = write_spec(tmp_path, SPEC_TEXT.replace("repeats: 3", schedule))
+    only = ("specs/tiny.yaml::decode",)
+    options = RunOptions(only, out=tmp_path / "out", command="x", lock_dir=tmp_path, worker=worker(tmp_path))
+    outcome = run_spec(load_spec(path), options)
+    assert not check(outcome.page)
+    page = outcome.page.read_text(encoding="utf-8")
+    assert "(null blocks" in page
+    assert "contradicts itself" not in page
+    assert "faster than classic" in page
+
+
 # ---- on the page ----------------------------------------------------------------------------------------------------
 
 

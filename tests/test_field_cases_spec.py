@@ -11,6 +11,7 @@ import pytest
 from support_harness import SPEC_TEXT, comparison, decision, write_spec
 from support_spec import HEAD, PARITY, PROBE, check_problems, problems_of, write
 
+from harness import pairs
 from harness.checks import greedy_parity
 from harness.checks.base import Judgement
 from harness.checks.registry import get
@@ -150,31 +151,72 @@ def test_a_run_that_accepted_nothing_says_so_without_a_floor(cases: dict[str, Ca
     assert parity(strict, none, wide).outcome == "fail"
 
 
-def timed(case: Case, arm_s: float, closing: Sequence[float] = (0.2,) * 3, **by_arm: Sequence[str]) -> Judgement:
-    """Three repeats of classic, mtp, classic; `by_arm` gives the output hashes of an arm's runs in order."""
+def arm_line(case: str, slot: str, seconds: float, accepted: tuple[int, ...] = (3, 3), tokens: int = 9) -> ArmLine:
+    """One timed run of mtp, or of classic as a bracket."""
+    mtp = slot == "arm"
+    return ArmLine(
+        case=case,
+        repeat=0,
+        slot=slot,  # type: ignore[arg-type]
+        arm="mtp" if mtp else "classic",
+        block_size=4 if mtp else 1,
+        prompt="text1",
+        prompt_tokens=3,
+        tokens=tokens,
+        sha256="a" * 64,
+        distinct_tokens=9,
+        ttft_s=0.01,
+        decode_s=seconds,
+        accepted_per_round=accepted if mtp else (),
+        drafted_per_round=(3,) * len(accepted) if mtp else (),
+    )
+
+
+def timed(
+    case: Case,
+    arm_s: float,
+    closing: Sequence[float] = (0.2,) * 3,
+    accepted: Sequence[tuple[int, ...]] = ((3, 3),) * 3,
+    **by_arm: Sequence[str],
+) -> Judgement:
+    """Three repeats of classic, mtp, classic; `accepted` are mtp's rounds, `by_arm` the output hashes of an arm's runs
+    in order."""
     found: list[dict[str, Any]] = [decision(case.id, True, "c")]
     hashes = {arm: iter(values) for arm, values in by_arm.items()}
     for repeat in range(3):
         for slot, seconds in (("open", 0.2), ("arm", arm_s), ("close", closing[repeat])):
-            arm = "mtp" if slot == "arm" else "classic"
-            rounds = {"accepted_per_round": (3, 3), "drafted_per_round": (3, 3)} if arm == "mtp" else {}
-            line = ArmLine(
-                case=case.id,
-                repeat=repeat,
-                slot=slot,  # type: ignore[arg-type]
-                arm=arm,
-                block_size=4 if arm == "mtp" else 1,
-                prompt="text1",
-                prompt_tokens=3,
-                tokens=9,
-                sha256=next(hashes[arm], "a") * 64 if arm in hashes else "a" * 64,
-                distinct_tokens=9,
-                ttft_s=0.01,
-                decode_s=seconds,
-                **rounds,
-            )
+            line = arm_line(case.id, slot, seconds, accepted[repeat])
+            sha = next(hashes[line.arm], "a") if line.arm in hashes else "a"
+            line = line.model_copy(update={"repeat": repeat, "process": repeat // 2, "sha256": sha * 64})
             found.append(line.model_dump())
     return judge(case, found)
+
+
+def test_a_fresh_process_that_drafts_otherwise_fails_the_case_and_is_named(cases: dict[str, Case]) -> None:
+    """Some new processes accepted nothing: the text stays right, the verdict too, and the mean hides them."""
+    case = cases["decode"]
+    assert timed(case, 0.1).outcome == "pass"
+    found = timed(case, 0.1, accepted=[(3, 3), (3, 3), (0,) * 8])
+    assert (found.outcome, found.verdict) == ("fail", None)
+    assert found.reason == (
+        "prompt text1: mtp does not draft alike each time: 6 of 6 drafts accepted in 2 of 3 runs, "
+        "0 of 24 drafts accepted in repeat 3 (process 2)"
+    )
+
+
+@pytest.mark.parametrize(("processes", "verdict"), [((0,) * 9, "faster"), ((0, 0, 0, 1, 1, 1, 2, 2, 2), "unresolved")])
+def test_two_speeds_of_a_process_do_not_pass_for_an_effect(processes: Sequence[int], verdict: str) -> None:
+    """Steps of 22.5 or 25.5 ms by process, each repeating itself to 0.05 ms, once read as an 11 % change: of three
+    processes two have the other speed, and the same nine pairs decide only if they are taken for one process's."""
+    lines = []
+    for repeat, process in enumerate(processes):
+        jitter = 0.00005 * (repeat % 3 - 1)
+        arm = 0.0225 if repeat < 6 else 0.0255
+        for slot, step in (("open", 0.0255), ("arm", arm + jitter), ("close", 0.0255 - jitter)):
+            line = arm_line("decode", slot, step * 100, tokens=101)
+            lines.append(line.model_copy(update={"repeat": repeat, "process": process}))
+    judged = pairs.judge_pairs(pairs.pairs_of(lines, "mtp"), (), 0.02)
+    assert judged.verdict == verdict, judged.reason
 
 
 def test_an_arm_that_contradicts_itself_is_not_called_different_from_classic(cases: dict[str, Case]) -> None:
@@ -200,21 +242,24 @@ def test_a_small_gate_under_a_large_spread_is_unresolved_and_says_what_it_takes(
 
 
 def test_the_host_clock_measures_a_known_duration() -> None:
-    """A timer that counts warm-up or what lies between calls would be wrong by tens of percent: 4 calls of 5 ms."""
+    """A timer that counts warm-up or what lies between calls would be wrong by tens of percent: 4 calls of 0.5 ms.
+
+    Short and often, so that one repeat at least is not interrupted by another process.
+    """
     import time
 
     from harness.worker.kernel_clock import KernelArm, time_arms, warm
 
     def spin() -> None:
         for _ in range(4):
-            until = time.perf_counter() + 0.005
+            until = time.perf_counter() + 0.0005
             while time.perf_counter() < until:
                 pass
 
     arm = KernelArm("spin", 1, 1, calls=4, run=spin, clock="host")
     warm(arm)
-    (times,) = time_arms([arm], 7, "cpu", lambda repeat: None)
-    assert 5000 <= min(times) <= 5100
+    (times,) = time_arms([arm], 50, "cpu", lambda repeat: None)
+    assert 500 <= min(times) <= 520
 
 
 # ---- collection -----------------------------------------------------------------------------------------------------

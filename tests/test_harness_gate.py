@@ -17,6 +17,7 @@ from harness import gate, provenance
 from harness.context import RunContext, check_flags
 from harness.errors import CheckFailed, GateError, UsageError
 from harness.locks import measuring_lock
+from harness.peak import peak_problem
 from harness.record.lines import CaseLine, ChildLine
 from harness.run import RunOptions, device_of, dry_run, exit_code, run_spec
 from harness.spec import Case, load_spec, plan
@@ -68,6 +69,30 @@ def test_an_unusable_lock_folder_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="ascii")
     with pytest.raises(GateError, match="cannot lock cpu"), measuring_lock("cpu", tmp_path / "file" / "x"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("peak", "outcome", "reason"),
+    [
+        (2**31, "pass", ""),
+        (2**31 + 2**25, "fail", "a child has held 2.03 GiB in memory, max_peak_gib is 2"),
+        (None, "fail", "max_peak_gib is 2, and the child does not say how much it has held in memory"),
+    ],
+    ids=["within", "above", "unknown"],
+)
+def test_a_peak_above_the_spec_s_fails_the_case(tmp_path: Path, peak: int | None, outcome: str, reason: str) -> None:
+    """Guards against a long prompt that takes a hundred times its share and passes on a machine that has it (B62)."""
+    text = SPEC_TEXT.replace("id: probe, draws", "id: probe, max_peak_gib: 2, draws")
+    with context(tmp_path, script={"peak": peak}) as running:
+        line = running.run(cases_of(tmp_path, text)[0])
+    assert line.outcome == outcome
+    assert line.reason.endswith(reason)
+
+
+def test_a_peak_is_named_by_where_it_was() -> None:
+    """Guards a limit on a GPU's memory that reads as one on the host's, and a check without one."""
+    assert peak_problem(2**40, None, "cpu") is None
+    assert peak_problem(3 * 2**30, 2.5, "cuda:0") == "a child has held 3.00 GiB on the GPU, max_peak_gib is 2.5"
 
 
 @pytest.mark.parametrize(("bits", "factor"), [(4, 4.0), (8, 2.0), (None, 1.0)])

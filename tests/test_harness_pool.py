@@ -29,7 +29,7 @@ from harness.resume import find_unfinished
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import Case, load_spec, plan
 
-TIMES = ("seconds", "ready_s", "started_utc", "ended_utc", "date", "sources", "peak_memory_bytes")
+TIMES = ("seconds", "ready_s", "started_utc", "ended_utc", "date", "sources", "peak_memory_bytes", "load_phases")
 READINGS = ("While timing", "Load at the start")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,6 +224,17 @@ run_spec(load_spec(folder / "specs" / "tiny.yaml"), options)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see whether a process lives")
+def test_a_real_child_says_how_much_it_has_held(tmp_path: Path) -> None:
+    """Guards a limit that only a script ever breaks: torch alone takes more than a hundredth of a GiB."""
+    text = SPEC.replace("id: geometry\n", "id: geometry\n    max_peak_gib: 0.01\n")
+    options = RunOptions(("specs/tiny.yaml::geometry",), out=tmp_path / "out", command="x", lock_dir=tmp_path)
+    (line,) = run_spec(load_spec(write_spec(tmp_path, text=text)), options).cases
+    assert line.outcome == "fail"
+    found = re.search(r"has held (\d+\.\d\d) GiB in memory, max_peak_gib is 0.01", line.reason)
+    assert found, line.reason
+    assert 0.05 < float(found[1]) < 20
+
+
 def test_a_killed_run_of_a_real_pair_is_finished_by_resume(tmp_path: Path) -> None:
     """Guards against a lost or mixed record after `kill -9` in the middle of a case, and against orphaned children."""
     spec = load_spec(write_spec(tmp_path, SHORT))

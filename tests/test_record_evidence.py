@@ -82,6 +82,16 @@ CONTRADICTIONS: dict[str, tuple[Callable[[list[AnyLine]], list[AnyLine]], str]] 
         ),
         "do not add up",
     ),
+    "run that drafted otherwise": (
+        lambda lines: change(
+            lines,
+            lambda line: isinstance(line, ArmLine) and (line.repeat, line.slot) == (2, "arm"),
+            prompt="code",  # as repeat 0 had
+            accepted_per_round=(0,) * 255,
+            drafted_per_round=(3,) * 255,
+        ),
+        "decode: outcome pass, but for prompt code: mtp does not draft alike each time",
+    ),
     "flag that was not read": (
         lambda lines: change(
             lines,

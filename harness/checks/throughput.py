@@ -30,6 +30,7 @@ from harness.record import telemetry
 from harness.record.lines import AnyLine, ArmLine, CheckLine, DecisionLine, FloorLine, Outcome, StepLine, Verdict
 from harness.record.speed import arm_figures, step_figures
 from harness.spec.model import Arm, Throughput
+from harness.steadiness import unsteady_counters
 from harness.step_bars import StepBar, step_bars
 
 if TYPE_CHECKING:
@@ -252,6 +253,9 @@ def judge(case: Case, lines: Sequence[AnyLine], others: Sequence[AnyLine]) -> Ju
     problem = counters_problem(arms)
     if problem:
         return Judgement("error", problem)
+    unsteady = unsteady_counters(arms)
+    if unsteady:
+        return Judgement("fail", unsteady)
     verdicts: list[Verdict] = []
     reasons: list[str] = []
     for arm in check.arms:

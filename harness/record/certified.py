@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness import certificate, coverage
+from harness.pairs import NULL
 from harness.record.lines import AnyLine, ArmLine, CertificateLine, DecisionLine, DrawLine, PathLine, StartLine
 from harness.record.model import CertificateFigures
 from harness.record.speed_model import ArmFigures, StepFigures
@@ -60,10 +61,10 @@ def certify(starts: Sequence[StartLine], cases: Mapping[str, Sequence[AnyLine]])
 
 
 def _reach(events: Iterable[AnyLine]) -> dict[str, int]:
-    """Timed arm -> the furthest position it came to."""
+    """Timed arm -> the furthest position it came to; a null block's classic in an arm's place is none."""
     found: dict[str, int] = {}
     for line in events:
-        if isinstance(line, ArmLine) and line.slot == "arm":
+        if isinstance(line, ArmLine) and line.slot == "arm" and line.arm != NULL:
             found[line.arm] = max(found.get(line.arm, 0), line.prompt_tokens + line.tokens)
     return found
 

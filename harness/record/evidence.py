@@ -14,6 +14,7 @@ from harness.record.agreement import agreement_problems
 from harness.record.certified import Certified
 from harness.record.lines import AnyLine, ArmLine, ChildLine, ComparisonLine
 from harness.record.model import CaseRecord
+from harness.steadiness import unsteady_counters
 
 MEASURED = ("pass", "unresolved")
 
@@ -28,6 +29,9 @@ def contradictions_of(
     problems += _counters(events)
     problems += certified.problems(case.id, case.kind == "throughput" and case.outcome in MEASURED)
     problems += agreement_problems(events)
+    unsteady = unsteady_counters(event for event in events if isinstance(event, ArmLine))
+    if unsteady and case.outcome in MEASURED:
+        problems.append(f"outcome {case.outcome}, but for {unsteady}")
     if child is not None and case.outcome in MEASURED:
         problems += _flags(child)
         problems += [text for row in child.settings if (text := ledger.difference(row)) is not None]

@@ -103,6 +103,8 @@ class CheckBase(Model):
     """It is known to fail; an unexpected pass fails."""
     requires: Requires | None = None
     """What this check needs beyond the spec's own `requires`."""
+    max_peak_gib: Annotated[float, Field(gt=0)] | None = None
+    """Most memory in GiB that a child may have held, on the GPU or else resident; above it the case fails."""
     slow: bool = False
     """Left out of the short test run (pytest mark `slow`)."""
     matrix: dict[Identifier, Axis] = Field(default_factory=dict)

@@ -26,7 +26,7 @@ def main() -> int:
     if first is None:
         return 0
     try:
-        from harness.worker.bench import Bench
+        from harness.worker.bench import Bench, device_peak_bytes
         from harness.worker.jobs import run_job
 
         bench = Bench(Setup.model_validate_json(first))
@@ -39,7 +39,8 @@ def main() -> int:
         try:
             job = Job.model_validate_json(line)
             job_id = job.id
-            channel.emit(Result(job=job.id, data=run_job(bench, job, channel)))
+            data = run_job(bench, job, channel)
+            channel.emit(Result(job=job.id, data=data, peak_memory_bytes=device_peak_bytes(bench.device)))
         except Exception as error:
             channel.emit(_failure(error, job_id))
     return 0

@@ -5,6 +5,7 @@ A job names its stage; the pair's weights are shared by all four, so a flag cell
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import platform
@@ -292,7 +293,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def device_peak_bytes(device: str) -> int:
+    """The most memory that this process has held so far: what torch took of the GPU, or its resident size."""
+    return torch.cuda.max_memory_reserved(device) if device.startswith("cuda") else peak_memory_bytes()
+
+
 def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
+    """Largest resident size of this process so far; what the kernel counts as usage includes whoever started it."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return 1024 * int(next(line for line in status if line.startswith("VmHWM:")).split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
