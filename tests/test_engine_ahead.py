@@ -124,7 +124,7 @@ def accepted_by(caches: CacheSet, source: Iterator[Any], block_size: int) -> lis
     return [*done.draft_tokens[:accepted], done.argmax[accepted]]
 
 
-def started(recorded: Pair, plain: Pair, block_size: int, wanted: int = 100) -> tuple[CacheSet, Iterator[Any], Pair]:
+def started(recorded: Pair, plain: Pair, block_size: int) -> tuple[CacheSet, Iterator[Any]]:
     """Rounds over a prompt past the ring's end, with a drafter that is always right."""
     full, _ = classic_of(plain, GenerationRequest(PROMPT, 40, ignore_stop=True))
     caches = recorded.target.new_caches()
@@ -132,7 +132,7 @@ def started(recorded: Pair, plain: Pair, block_size: int, wanted: int = 100) -> 
     assert caches.room is not None
     caches.room.fit(caches, 100)
     oracle = Oracle(list(full.tokens[1:]), len(PROMPT), (), accept)
-    return caches, rounds(recorded.target, oracle, caches, full.tokens[0], hidden, block_size, lambda: wanted), plain
+    return caches, rounds(recorded.target, oracle, caches, full.tokens[0], hidden, block_size, lambda: 100)
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -140,7 +140,7 @@ def test_an_error_between_two_rounds_leaves_no_row_that_is_not_classics(
     plain: Pair, recorded: Pair, after: int
 ) -> None:
     """Whoever catches it and drops the rows of the open round must not read what the one ahead has written."""
-    caches, source, _ = started(recorded, plain, 4)
+    caches, source = started(recorded, plain, 4)
     for _ in range(after - 1):
         accepted_by(caches, source, 4)
     next(source)
@@ -155,7 +155,7 @@ def test_a_wait_that_is_interrupted_leaves_no_row_that_is_not_classics(
     plain: Pair, recorded: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rounds are on their way and the host knows the length of neither."""
-    caches, source, _ = started(recorded, plain, 4)
+    caches, source = started(recorded, plain, 4)
 
     def interrupted(_slot: int = 0) -> list[int]:
         raise KeyboardInterrupt
@@ -180,7 +180,7 @@ def test_a_wait_that_is_interrupted_leaves_no_row_that_is_not_classics(
 
 def test_a_caller_that_keeps_other_rows_than_the_device_is_refused(plain: Pair, recorded: Pair) -> None:
     """The round ahead stands where the device's rule put it; another length would pair its rows with other tokens."""
-    caches, source, _ = started(recorded, plain, 4)
+    caches, source = started(recorded, plain, 4)
     next(source)
     caches.rollback(2)
     with pytest.raises(EngineError, match="ran ahead"):

@@ -78,6 +78,8 @@ class Bench:
         self.setup = setup
         self.reading = read_flags()
         self.device = setup.device
+        if ":" in self.device:  # launches, streams, events and graphs go to the current device, not to a tensor's
+            torch.cuda.set_device(self.device)
         if setup.threads is not None:
             torch.set_num_threads(setup.threads)
         self.pair: Any = None
