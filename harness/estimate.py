@@ -27,8 +27,8 @@ class Rates:
 
 NANO = Rates(0.008, 0.0005, 6.0, 0.0, "as the nano pair takes on 2 cores; a larger pair takes longer")
 GROWN = {
-    "12b": Rates(0.0045, 0.0003, 8.0, 30.0, "assumed for its geometry on an H200"),
-    "31b": Rates(0.0065, 0.0006, 10.0, 60.0, "assumed for its geometry on an H200"),
+    "12b": Rates(0.0042, 0.0002, 4.0, 15.0, "as the grown pair takes on an H200"),
+    "31b": Rates(0.0064, 0.0002, 5.0, 20.0, "as the grown pair takes on an H200"),
 }
 """By the geometry that a spec's pair is grown to where it is not here."""
 
