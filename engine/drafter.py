@@ -16,7 +16,7 @@ from engine.checkpoint import Checkpoint
 from engine.config import DrafterConfig, Kind, LayerShape
 from engine.dispatch import DispatchPolicy
 from engine.drafts import Drafts
-from engine.errors import EngineError, PairError
+from engine.errors import EngineError, refuse_other_target
 from engine.fused import tables_upto
 from engine.fused_draft import DraftWeights, fused_draft
 from engine.kv import LentKV, SharedKV
@@ -59,7 +59,7 @@ class Drafter:
     def bind(self, target: Target) -> None:
         """Check that the target fits, and keep it for its embeddings; PairError names both sizes and their keys."""
         mine, its = self.config, target.config
-        for text, own, other in (
+        statements = (
             ("drafter backbone_hidden_size {}, target hidden_size {}", mine.backbone_hidden_size, its.hidden_size),
             ("drafter vocab_size {}, target vocab_size {}", mine.vocab_size, its.vocab_size),
             ("drafter sliding_window {}, target sliding_window {}", mine.sliding_window, its.sliding_window),
@@ -77,9 +77,8 @@ class Drafter:
             ),
             ("drafter rope_parameters {}, target rope_parameters {}", mine.rope_sliding, its.rope_sliding),
             ("drafter rope_parameters {}, target rope_parameters {}", mine.rope_full, its.rope_full),
-        ):
-            if own != other:
-                raise PairError(f"{text.format(own, other)}: this drafter was made for another target")
+        )
+        refuse_other_target(statements)
         self._target = target
 
     def with_policy(self, policy: DispatchPolicy) -> Drafter:

@@ -9,6 +9,8 @@ EngineError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 LONGEST_MESSAGE = 400
 
 
@@ -33,6 +35,13 @@ class CheckpointError(EngineError):
 
 class PairError(EngineError):
     """A drafter does not fit its target, or was given in the other's place."""
+
+
+def refuse_other_target(statements: Iterable[tuple[str, object, object]]) -> None:
+    """PairError for the first (text with two places, drafter's value, target's value) whose values differ."""
+    for text, own, other in statements:
+        if own != other:
+            raise PairError(f"{text.format(own, other)}: this drafter was made for another target")
 
 
 class RequestError(EngineError):

@@ -6,7 +6,7 @@ only slower. The check compares what it is handed with what the target's layers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,7 @@ def shared_kv_problem(target: Target, tokens: Sequence[int], block: Sequence[int
     Prefills `tokens`, verifies `block` and rolls all of it back but one row, then compares with the
     captured K (after RoPE) and V (after its norm) of the last layer of each kind, byte by byte.
     """
-    caches: Any = target.new_caches()
-    prefilled, verified = Capture(), Capture()
-    target.prefill(list(tokens), caches, prefilled)
-    target.step(list(block), caches, "verify", capture=verified)
-    caches.rollback(len(block) - 1)
-    shared = target.shared_kv(caches)
+    shared, made_by = after_rollback(target, tokens, block)
     committed = len(tokens) + 1
     if shared.length != committed:
         return f"shared K/V: length {shared.length}, but {committed} rows are committed"
@@ -39,7 +34,7 @@ def shared_kv_problem(target: Target, tokens: Sequence[int], block: Sequence[int
     ):
         layer = max(index for index, shape in enumerate(target.config.layers) if shape.kind == kind)
         for name, op, found in (("K", "k_rope", pair[0]), ("V", "v_norm", pair[1])):
-            made = torch.cat((_rows(prefilled, layer, op), _rows(verified, layer, op)[:1]))[-limit:].transpose(0, 1)
+            made = made_by(layer, op)[-limit:].transpose(0, 1)
             if found.shape != made.shape:
                 return f"shared {kind} {name}: shape {tuple(found.shape)}, layer {layer} made {tuple(made.shape)}"
             differing = differing_bytes(found, made)
@@ -49,6 +44,24 @@ def shared_kv_problem(target: Target, tokens: Sequence[int], block: Sequence[int
     return None
 
 
-def _rows(capture: Capture, layer: int, op: str) -> torch.Tensor:
-    """The rows [n, Hkv, D] that one op of one layer produced."""
-    return next(entry.rows for entry in capture.entries if (entry.layer, entry.op) == (layer, op))
+def after_rollback(
+    target: Any, tokens: Sequence[int], block: Sequence[int]
+) -> tuple[Any, Callable[[int, str], torch.Tensor]]:
+    """What a drafter is handed after a prompt and a block of which one row is kept, and what made it.
+
+    The second is (layer, op) -> the captured rows [n + 1, ...] of all committed positions.
+    """
+    caches: Any = target.new_caches()
+    prefilled, verified = Capture(), Capture()
+    target.prefill(list(tokens), caches, prefilled)
+    target.step(list(block), caches, "verify", capture=verified)
+    caches.rollback(len(block) - 1)
+
+    def made_by(layer: int, op: str) -> torch.Tensor:
+        before, block_rows = (
+            next(entry.rows for entry in capture.entries if (entry.layer, entry.op) == (layer, op))
+            for capture in (prefilled, verified)
+        )
+        return torch.cat((before, block_rows[:1]))
+
+    return target.shared_kv(caches), made_by

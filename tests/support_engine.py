@@ -11,7 +11,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,3 +206,19 @@ def weight_files(checkpoint: Path) -> list[Path]:
 def read_tensors(checkpoint: Path) -> Tensors:
     """All tensors as stored."""
     return {name: tensor for file in weight_files(checkpoint) for name, tensor in load_file(file).items()}
+
+
+def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> tuple[int, ...]:
+    """The ids that a transformers model appends greedily, no stop token."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **options,
+        )
+    return tuple(out[0, len(prompt) :].tolist())

@@ -195,18 +195,3 @@ class Oracle:
                 room.ids[1 + index] = (token + 1) % 320 if at in self.wrong else token
 
         return run
-
-
-class Tracked:
-    """A target that remembers the caches it handed out last."""
-
-    def __init__(self, target: Any) -> None:
-        self.target, self.caches = target, None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
-
-    def new_caches(self) -> Any:
-        """The target's own."""
-        self.caches = self.target.new_caches()
-        return self.caches

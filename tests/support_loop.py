@@ -20,6 +20,7 @@ from engine.decode import classic_decode
 from engine.requests import GenerationRequest
 from engine.speculative import Accept, RoundEvent, accepted_prefix, speculative_decode
 from engine.stats import Generation
+from harness.worker.rollback import Tracked
 
 MARGIN = 7
 PRIME = 1_000_003
@@ -210,22 +211,6 @@ def script(pattern: str) -> Corrupt:
         return pattern[(round_index * 7 + index) % len(pattern)] == "0"
 
     return corrupt
-
-
-class Tracked:
-    """Any target, with the caches of its newest generation in `caches`."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        self.caches: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
-
-    def new_caches(self) -> Any:
-        """The target's own, remembered."""
-        self.caches = self.target.new_caches()
-        return self.caches
 
 
 @dataclass(frozen=True)

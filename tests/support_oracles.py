@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from support_engine import scratch_folder
+from support_engine import generated, scratch_folder
 from support_geometry import (
     Config,
     Geometry,
@@ -129,18 +129,7 @@ class Oracle:
         return out.logits[0, -1], out.last_hidden_state[0, -1]
 
     def _generate(self, prompt: Sequence[int], count: int, **options: Any) -> tuple[int, ...]:
-        ids = torch.tensor([list(prompt)])
-        with torch.inference_mode():
-            out = self.target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                **options,
-            )
-        return tuple(out[0, len(prompt) :].tolist())
+        return generated(self.target, prompt, count, **options)
 
 
 @functools.cache

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from support_engine import quantize_tensors, scratch_folder, small_tokenizer_files, with_quantization, write_checkpoint
+from support_engine import (
+    generated,
+    quantize_tensors,
+    scratch_folder,
+    small_tokenizer_files,
+    with_quantization,
+    write_checkpoint,
+)
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -249,17 +256,7 @@ class QwenOracle:
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
         """The ids that `generate` appends, no stop token."""
-        ids = torch.tensor([list(prompt)])
-        with torch.inference_mode():
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return tuple(out[0, len(prompt) :].tolist())
+        return generated(self.model, prompt, count)
 
 
 @functools.cache

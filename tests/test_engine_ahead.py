@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support_engine import make_pair
-from support_fused import TINIER, Again, Oracle, Tracked, accept, in_torch
+from support_fused import TINIER, Again, Oracle, accept, in_torch
 from torch import Tensor
 
 from engine.cache import CacheSet, RingCache
@@ -26,6 +26,7 @@ from engine.pair import Pair
 from engine.requests import GenerationRequest
 from engine.rounds import rounds
 from engine.speculative import accepted_prefix, speculative_decode
+from harness.worker.rollback import Tracked
 from kernels.testing import same_bytes
 
 GROWTH = 20

@@ -17,7 +17,7 @@ from engine.cache import LinearCache
 from engine.checkpoint import Checkpoint
 from engine.config import RopeParameters
 from engine.dispatch import DispatchPolicy
-from engine.errors import EngineError, PairError
+from engine.errors import EngineError, refuse_other_target
 from engine.layers import RopeTable
 from engine.qwen35.cache import DraftContext
 from engine.qwen35.config import DFlashConfig
@@ -56,7 +56,7 @@ class DFlashDrafter:
     def bind(self, target: Qwen35Target) -> None:
         """Check that the target fits, and have it tap its layers; PairError names both sizes and their keys."""
         mine, its = self.config, target.config
-        for text, own, other in (
+        statements = (
             ("drafter hidden_size {}, target hidden_size {}", mine.hidden_size, its.hidden_size),
             ("drafter vocab_size {}, target vocab_size {}", mine.vocab_size, its.vocab_size),
             (
@@ -64,9 +64,8 @@ class DFlashDrafter:
                 mine.num_target_layers,
                 its.num_hidden_layers,
             ),
-        ):
-            if own != other:
-                raise PairError(f"{text.format(own, other)}: this drafter was made for another target")
+        )
+        refuse_other_target(statements)
         target.tapped = mine.target_layer_ids
         self._target = target
 
@@ -88,7 +87,7 @@ class DFlashDrafter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     @torch.inference_mode()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.capture import Capture
 from engine.compare import differing_bytes
 from engine.errors import EngineError
+from engine.shared import after_rollback
 
 if TYPE_CHECKING:
     from engine.qwen35.target import Qwen35Target
@@ -26,12 +26,7 @@ def tapped_context_problem(
     Prefills `tokens`, verifies `block` and rolls all of it back but one row, then compares the taps that wait for the
     drafter with what the tapped layers gave, byte by byte.
     """
-    caches = target.new_caches()
-    prefilled, verified = Capture(), Capture()
-    target.prefill(list(tokens), caches, prefilled)
-    target.step(list(block), caches, "verify", capture=verified)
-    caches.rollback(len(block) - 1)
-    shared = target.shared_kv(caches)
+    shared, made_by = after_rollback(target, tokens, block)
     committed = len(tokens) + 1
     if shared.length != committed:
         return f"tapped hidden states: length {shared.length}, but {committed} rows are committed"
@@ -39,7 +34,7 @@ def tapped_context_problem(
         found = shared.context.take(committed)
     except EngineError as error:
         return str(error)
-    made = torch.cat([torch.cat((_rows(prefilled, layer), _rows(verified, layer)[:1])) for layer in target.tapped], -1)
+    made = torch.cat([made_by(layer, "layer output") for layer in target.tapped], -1)
     if found is None or found.shape != made.shape:
         return f"tapped hidden states: shape {None if found is None else tuple(found.shape)}, made {tuple(made.shape)}"
     differing = differing_bytes(found, made)
@@ -48,8 +43,3 @@ def tapped_context_problem(
         layers = ", ".join(map(str, target.tapped))
         return f"tapped hidden states: {differing} of {total} bytes differ from what layers {layers} gave"
     return None
-
-
-def _rows(capture: Capture, layer: int) -> torch.Tensor:
-    """The rows [n, H] that a layer gave."""
-    return next(entry.rows for entry in capture.entries if (entry.layer, entry.op) == (layer, "layer output"))

@@ -99,7 +99,7 @@ class Qwen35Target:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices in model dtype."""
+        """Bytes of the matrices as their products read them."""
         return sum(w.nbytes for _, w in self.linear_weights())
 
     @property
