@@ -199,6 +199,13 @@ sys.exit(run_spec(load_spec(folder / "specs" / "tiny.yaml"), options).exit_code)
 """
 
 
+def ended_cases(out: Path) -> list[CaseLine]:
+    """The cases that the record of the run into this folder has so far."""
+    return [
+        line for file in out.glob("data/*/runs.jsonl") for line in read_lines(file).lines if isinstance(line, CaseLine)
+    ]
+
+
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see whether a process lives")
 @pytest.mark.parametrize(
     ("number", "code"),
@@ -214,21 +221,22 @@ def test_a_stopped_pool_leaves_no_process_and_a_record_that_resumes(
     command = [sys.executable, "-c", DRIVER, str(tmp_path), *worker(tmp_path, slow=0.3, **script)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         deadline = time.monotonic() + 30
-        spans = tmp_path / "spans.txt"
+        starts = tmp_path / "starts.txt"
         while time.monotonic() < deadline:
-            if spans.exists() and spans.read_text(encoding="utf-8").count("\n") >= 3:
+            begun = starts.read_text(encoding="utf-8").count("\n") if starts.exists() else 0
+            if begun >= 3 and ended_cases(tmp_path / "out3"):  # every job has a child, the record a case
                 break
             time.sleep(0.02)
         process.send_signal(number)
         assert process.wait(30) == code
-    started = (tmp_path / "starts.txt").read_text(encoding="utf-8").splitlines()
+    started = starts.read_text(encoding="utf-8").splitlines()
     assert len(started) >= 3
     assert all(gone(int(line.split()[0])) for line in started)
     if script:
         assert gone(int((tmp_path / "grandchild.txt").read_text(encoding="ascii")))  # the one that was started last
     (data,) = (tmp_path / "out3" / "data").iterdir()
     lines = read_lines(data / "runs.jsonl").lines
-    ended = [line for line in lines if isinstance(line, CaseLine)]
+    ended = ended_cases(tmp_path / "out3")
     assert 0 < len(ended) < 8
     assert not [line for line in ended if line.outcome == "error"]
     assert isinstance(lines[-1], EndLine) == (number != signal.SIGKILL)
