@@ -164,8 +164,7 @@ checks:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", ["local", "ray"])
+@pytest.mark.parametrize("executor", [pytest.param("local", marks=pytest.mark.slow), "ray"])
 def test_the_nano_pair_gives_the_serial_record(tmp_path: Path, executor: str) -> None:
     """Guards against bytes, hashes or outcomes of the real engine that depend on the job that ran a case."""
     if executor == "ray":

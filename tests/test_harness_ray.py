@@ -155,7 +155,12 @@ def test_the_record_is_the_serial_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["INT", "TERM", "KILL"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow, id="INT"),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="TERM"),
+        pytest.param(signal.SIGKILL, -9, id="KILL"),
+    ],
 )
 def test_a_stopped_run_leaves_nothing_on_the_hosts(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """Guards against actors and children that go on measuring for a writer that is gone."""
@@ -178,7 +183,7 @@ def test_a_stopped_run_leaves_nothing_on_the_hosts(tmp_path: Path, number: signa
     assert find_unfinished(load_spec(tmp_path / "specs" / "tiny.yaml"), tmp_path / "out-ray") == data(tmp_path)
 
 
-@pytest.mark.parametrize("why", ["too small", "locked"])
+@pytest.mark.parametrize("why", ["too small", pytest.param("locked", marks=pytest.mark.slow)])
 def test_a_cluster_that_is_not_fit_is_refused_before_a_record_exists(tmp_path: Path, why: str) -> None:
     """Guards against waiting for ever for a place, and against timing beside another run of the same host."""
     write_spec(tmp_path)
