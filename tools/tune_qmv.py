@@ -32,12 +32,22 @@ ROTATED_BYTES = 1_050_000_000
 FORMS = {
     4: ((64, 1, 2), (128, 1, 2), (64, 1, 1), (256, 1, 4), (256, 2, 4), (128, 2, 2)),
     8: ((64, 1, 2), (128, 1, 4), (256, 1, 4), (64, 1, 1)),
+    16: ((32, 1, 2), (64, 1, 2), (64, 1, 4), (128, 1, 4)),
 }
 WIDER = {
     4: ((32, 1, 1), (64, 2, 2), (128, 2, 4), (128, 1, 4), (128, 1, 1)),
     8: ((32, 1, 1), (128, 2, 4), (128, 1, 2), (64, 2, 2)),
+    16: ((16, 1, 1), (16, 2, 1), (32, 2, 2), (32, 1, 1), (64, 2, 4)),
 }
 """(tile, unroll, warps) worth trying, by bits."""
+
+DENSE = tuple(
+    (width, rows, 16)
+    for width, rows in (
+        (1024, 5376), (1024, 8192), (1024, 16384), (1024, 262144), (8192, 1024), (10752, 1024), (16384, 1024)
+    )
+)  # fmt: skip
+"""The 31B drafter's matrices in bf16, as its checkpoint has them."""
 
 
 def candidates(matrix: Matrix, wide: bool) -> Iterator[LaunchShape]:
@@ -64,8 +74,9 @@ def dummy_weight(matrix: Matrix, shape: LaunchShape, codes: torch.Tensor, scales
     width, rows, bits = matrix
     groups, tiles, stored = width // GROUP, -(-rows // shape.tile), GROUP * bits // 8
     size = tiles * groups * shape.tile
+    kind = torch.bfloat16 if bits == 16 else torch.uint8
     return PackedWeight(
-        codes[: size * stored].view(tiles, groups, shape.tile, stored),
+        codes[: size * stored].view(kind).view(tiles, groups, shape.tile, GROUP if bits == 16 else stored),
         scales[:size].view(tiles, groups, shape.tile),
         rows,
         width,
@@ -151,7 +162,7 @@ def compile_all(work: Sequence[tuple[Matrix, LaunchShape]]) -> None:
 def tune(memory: Memory, matrix: Matrix, wide: bool, flat: float, ceiling: float) -> None:
     """Print the table's row of one matrix, with what it was chosen from."""
     width, rows, bits = matrix
-    nbytes = rows * width * bits // 8 + rows * width // GROUP * 4
+    nbytes = rows * width * bits // 8 + (rows * width // GROUP * 4 if bits < 16 else 0)
     timed = sorted((memory.time(matrix, shape, 1), repr(shape), shape) for shape in candidates(matrix, wide))
     known = TABLE.get(matrix)
     best = [shape for _, _, shape in timed[:8]]
@@ -182,11 +193,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune_qmv: needs a CUDA device", file=sys.stderr)
         return 2
-    names = {f"{k}x{n}-{bits}bit": (k, n, bits) for k, n, bits in TABLE}
+    names = {f"{k}x{n}-{bits}bit": (k, n, bits) for k, n, bits in dict.fromkeys((*TABLE, *DENSE))}
     if unknown := [name for name in args.only if name not in names]:
-        print(f"tune_qmv: not in the table: {', '.join(unknown)}; it holds {', '.join(names)}", file=sys.stderr)
+        print(f"tune_qmv: unknown: {', '.join(unknown)}; known: {', '.join(names)}", file=sys.stderr)
         return 2
-    matrices = [names[name] for name in args.only] or list(TABLE)
+    matrices = [names[name] for name in args.only] or list(names.values())
     work = list(
         {
             (m[2], s.tile, s.unroll, s.stages, s.warps): (m, s) for m in matrices for s in candidates(m, args.wide)
