@@ -24,6 +24,13 @@ def attend_step(
     """Append the first `rows` rows of k and v [n, Hkv, D] and attend q [n, H, D] -> [n, H, D]; other rows are zero."""
     position = cache.length
     cache.write(k[:rows].transpose(0, 1), v[:rows].transpose(0, 1))
+    return attend_rows(kernels, kernel, cache, q, position, rows)
+
+
+def attend_rows(
+    kernels: Kernels, kernel: AttentionKernel, cache: LayerCache, q: Tensor, position: int, rows: int
+) -> Tensor:
+    """Attend the first `rows` rows of q [n, H, D] from `position` on; the cache holds their k and v already."""
     first = cache.first_visible(position)
     kv = cache.rows(first, position + rows)
     spans = [(cache.first_visible(p) - first, p + 1 - first) for p in range(position, position + rows)]

@@ -2,12 +2,13 @@
 
 Where a backend offers fused ops, a decoder layer is a product, head norms and RoPE into the cache, attention, a
 product, norms and residual, a product, GeGLU, a product, norms and residual. Each leaves the bytes of the single ops
-that it replaces, so a step may take this path or the plain one and nobody can tell.
+that it replaces, so a step may take this path or the plain one and nobody can tell. Attention that a flag takes apart
+stands between them op by op, and such a step is not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +35,12 @@ class FusedWeights:
 
 @dataclass(frozen=True)
 class Choice:
-    """What dispatch decides for such a step: a launch for all rows or one for each, and GeGLU's rounding by bits."""
+    """What dispatch decides for such a step: a launch for all rows or one for each, GeGLU's rounding by bits, and the
+    kinds of layers whose attention is apart, op by op."""
 
     per_row: bool
     fused_geglu: dict[int, bool]
+    apart: frozenset[Kind] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ def fused_step(
     kv: Sequence[Tensor],
     tables: Tables,
     max_keys: int,
+    attend_apart: Callable[[int, Tensor], Tensor] | None = None,
 ) -> FusedOutput:
     """Compute `rows` rows of ids int32 [8] from position int32 [1] on, and write their k and v into every layer's kv.
 
-    Nothing here waits for the device or depends on a value there, so a call may be recorded and run again. kv are the
-    layers' cache buffers; position + rows stays at most max_keys and within the tables.
+    Nothing here waits for the device or depends on a value there, so a call may be recorded and run again; but for
+    attend_apart, (layer, q [8, H, D]) -> [8, H, D], which layers of the kinds that are apart take. kv are the layers'
+    cache buffers; position + rows stays at most max_keys and within the tables.
     """
     product = ops.product_rows if choice.per_row else ops.product
     h = ops.embed(weights.head, ids, weights.embed_scale, rows)
@@ -80,8 +85,12 @@ def fused_step(
         q = ops.heads(
             product(packed, w.qkv, rows), w.norm_heads, cos, sin, position, rows, shape, kv[index], weights.eps
         )
-        window = weights.window if shape.kind == "sliding" else None
-        packed = ops.attend(q, kv[index], position, rows, window, max_keys, w.o)
+        if shape.kind in choice.apart:
+            assert attend_apart is not None
+            packed = ops.pack(attend_apart(index, q).flatten(1), rows, w.o)
+        else:
+            window = weights.window if shape.kind == "sliding" else None
+            packed = ops.attend(q, kv[index], position, rows, window, max_keys, w.o)
         a, packed = ops.residual(
             product(packed, w.o, rows),
             h,

@@ -47,8 +47,8 @@ def kernel_path(
         path |= {f"{mode} attention, {kind}": kernel for kind, kernel in attention.items()}
         path |= {f"{mode} geglu, {b} bits": policy.geglu(count, b, decode) for b in sorted(set(bits))}
         path[f"{mode} rope"] = rope
-        few = fused and rope == "row" and all(kernel == "row" for kernel in attention.values())
-        path[f"{mode} launches"] = in_few if few else "one per op"
+        whole = all(kernel == "row" for kernel in attention.values())
+        path[f"{mode} launches"] = "one per op" if not fused or rope != "row" else in_few if whole else "few"
     cuts = [plan_prefill(tokens, boundary, policy.flags.prefill_chunk) for tokens, boundary in prompts]
     path["prefill"] = "; ".join(" ".join(f"{part.start}..{part.stop}" for part in cut) for cut in cuts)
     path["tf32"] = str(policy.flags.enable_tf32).lower() if cuda and dtype == "float32" else "not reached"

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention import attend_prefill, attend_step
+from engine.attention import attend_prefill, attend_rows, attend_step
 from engine.cache import CacheSet, new_caches
 from engine.capture import FINAL_KIND, Capture
 from engine.checkpoint import Checkpoint
@@ -195,21 +195,20 @@ class Target:
         return StepOutput(logits, hidden[:rows], self.kernels.argmax(logits))
 
     def _fusable(self, rows: int, decode: bool) -> bool:
-        """Whether this step takes decode's kernels for every op, so that the fused ones have its bytes."""
-        policy = self.policy
-        plain = policy.rope(rows, decode) != "row"
-        return self.kernels.fused is not None and not (
-            plain or any(policy.attention(rows, kind, decode) != "row" for kind in self._tables)
-        )
+        """Whether this step takes decode's kernels around its attention, so that the fused ones have its bytes."""
+        return self.kernels.fused is not None and self.policy.rope(rows, decode) == "row"
 
     def _choice(self, rows: int, decode: bool) -> Choice:
         """What dispatch decides for a step that has fused ops."""
-        geglu = {bits: self.policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
-        return Choice(self.policy.linear(rows) == "per_row", geglu)
+        policy = self.policy
+        geglu = {bits: policy.geglu(rows, bits, decode) == "fused" for bits in self._mlp_bits}
+        apart = frozenset(kind for kind in self._tables if policy.attention(rows, kind, decode) != "row")
+        return Choice(policy.linear(rows) == "per_row", geglu, apart)
 
     def _recorded(self, rows: int, decode: bool, caches: CacheSet) -> Room | None:
         """The room over which a step of so many rows runs as a recording, or None."""
-        return caches.room if self.policy.flags.use_cuda_graphs and self._fusable(rows, decode) else None
+        recordable = self._fusable(rows, decode) and not self._choice(rows, decode).apart
+        return caches.room if self.policy.flags.use_cuda_graphs and recordable else None
 
     def _fused_step(self, tokens: Sequence[int], caches: CacheSet, decode: bool) -> StepOutput:
         """The same step in few launches, as a recording where the caches have a room."""
@@ -222,7 +221,13 @@ class Target:
         ids = padded_ids(list(tokens), self.device).int()
         position = torch.full((1,), first, dtype=torch.int32, device=self.device)
         kv = [layer.kv for layer in caches.layers]
-        found = self._launch(choice, ids, position, rows, kv, tables_upto(self._tables, first + MAX_ROWS), first + rows)
+        tables = tables_upto(self._tables, first + MAX_ROWS)
+
+        def apart(layer: int, q: Tensor) -> Tensor:
+            kernel = self.policy.attention(rows, self._shapes[layer].kind, decode)
+            return attend_rows(self.kernels, kernel, caches[layer], q, first, rows)
+
+        found = self._launch(choice, ids, position, rows, kv, tables, first + rows, apart)
         return StepOutput(found.logits[:rows], found.hidden[:rows], found.ids[:rows].tolist())
 
     def recorded_verify(self, caches: CacheSet, rows: int, max_keys: int) -> tuple[Callable[[], None], FusedOutput]:
@@ -320,10 +325,11 @@ class Target:
         kv: Sequence[Tensor],
         tables: Tables,
         max_keys: int,
+        apart: Callable[[int, Tensor], Tensor] | None = None,
     ) -> FusedOutput:
         ops = self.kernels.fused
         assert ops is not None
-        return fused_step(ops, self._fused, choice, ids, position, rows, kv, tables, max_keys)
+        return fused_step(ops, self._fused, choice, ids, position, rows, kv, tables, max_keys, apart)
 
     @torch.inference_mode()
     def unpadded_step(self, token: int, caches: CacheSet) -> int:

@@ -53,6 +53,13 @@ def test_graphs_move_launches_and_no_kernel() -> None:
     assert path(off, fused=True, cuda=False) == path(fused=True, cuda=False)
 
 
+def test_attention_apart_is_never_recorded() -> None:
+    """Guards the word for a step that mixes few launches with attention op by op."""
+    off = dataclasses.replace(Flags(), sdpa_large_d=False)
+    assert path(off, fused=True)["classic launches"] == "few"
+    assert path(off, stage="base", fused=True)["verify launches"] == "one per op"
+
+
 def test_what_reaches_nothing_is_not_read_by_the_engine() -> None:
     """Guards the list of flags without effect: one that the engine begins to read fails until the path holds it."""
     folder = Path(engine.__file__).parent

@@ -91,6 +91,45 @@ def test_recorded_steps_have_the_bytes_of_steps_that_are_not(plain: Pair, record
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "plain", ["torch", pytest.param("kernels", marks=() if CUDA else pytest.mark.slow)], indirect=True
+)
+def test_attention_that_a_flag_takes_apart_leaves_the_other_launches_fused(plain: Pair, recorded: Pair) -> None:
+    """Cells of that flag would take minutes op by op; a recording would hold one length of keys for ever."""
+    policy = DispatchPolicy(backend=plain.target.policy.backend, flags=replace(Flags(), sdpa_large_d=False))
+    alone = plain.target.with_policy(policy)
+    alone = alone.with_kernels(replace(alone.kernels, fused=None))
+    fused = recorded.target.with_policy(policy)
+    attended: list[str] = []
+    ops = fused.kernels.fused
+    assert ops is not None
+    attend = ops.attend
+    watched = replace(ops, attend=lambda *given: (attended.append("fused"), attend(*given))[1])
+    fused = fused.with_kernels(replace(fused.kernels, fused=watched))
+    start = plain.target.new_caches()
+    filled(start, len(PROMPT))
+    found = []
+    for target in (alone, fused):
+        caches = target.new_caches()
+        for layer, held in zip(caches.layers, start.layers, strict=True):
+            layer.copy_rows(held)
+        steps = [target.step([7], caches, "classic"), target.step([300, 19, 23], caches, "verify")]
+        caches.rollback(1)
+        steps.append(target.step([5], caches, "classic"))
+        found.append((steps, caches.snapshot_bytes()))
+        if target is fused:
+            assert caches.room is not None
+            assert not caches.room.recordings
+    (expected, cached), (own, held) = found
+    for one, other in zip(expected, own, strict=True):
+        assert same_bytes(one.logits, other.logits)
+        assert same_bytes(one.hidden, other.hidden)
+        assert one.argmax == other.argmax
+    assert cached == held
+    assert attended == ["fused"] * 3  # a step's full layer; the sliding one is apart
+
+
+@interpreted
 def test_a_recording_serves_the_next_caches_and_later_contexts(recorded: Pair, recorder: Recorder) -> None:
     """A generation that recorded its steps anew would spend longer on that than on the tokens."""
     target = recorded.target
