@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import accept, argmax, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import argmax, draft_rows, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
@@ -81,7 +81,7 @@ def position() -> Tensor:
 
 def gate_entries() -> list[Entry]:
     """All entries; a kernel that only one shape needs appears with that shape."""
-    return [*_products(), *_row_ops(), *_plain_ops(), *_attention()]
+    return [*_products(), *_row_ops(), *_draft_ops(), *_plain_ops(), *_attention()]
 
 
 def _products() -> Iterator[Entry]:
@@ -129,7 +129,46 @@ def _row_ops() -> Iterator[Entry]:
         yield Entry(f"embed_rows {bits} bits", partial(_embed, model, bits))
     yield Entry("head_argmax capped", partial(_head_argmax, 30.0))
     yield Entry("head_argmax plain", partial(_head_argmax, None))
-    yield Entry("accept_rows", partial(_accept, model))
+
+
+def _draft_ops() -> Iterator[Entry]:
+    """How a draft step begins, over the tables of both targets and into `pre` and the first layer as either drafter
+    stores them; the place of an id, like a number of rows, must not choose a binary."""
+    drafter = GEOMETRIES[-1]
+    for model in GEOMETRIES[:-1]:
+        for bits in (4, 16):
+            yield Entry(f"{model.name} join_rows to {bits} bits, first step", partial(_join, model, bits, True))
+            yield Entry(f"{model.name} join_rows to {bits} bits, later steps", partial(_join, model, bits, False))
+            yield Entry(f"{model.name} join_accepted_rows to {bits} bits", partial(_join_accepted, model, bits))
+    for bits in (4, 16):
+        split = launch_shape(2 * GEOMETRIES[0].hidden, drafter.hidden, bits).split
+        yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits))
+    yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4))
+    yield Entry(
+        "write_best", lambda m: argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1)
+    )
+
+
+def _ids() -> Tensor:
+    return torch.empty(SLOTS, dtype=torch.int32)
+
+
+def _join(model: Geometry, bits: int, first: bool, m: int) -> None:
+    table, keys, state = _table(model), argmax.head_keys(VOCABULARY, torch.device("cpu")), halves(SLOTS, model.hidden)
+    if first:
+        draft_rows.join_rows(table, _ids(), m - 1, None, halves(1), state, bits)
+    else:
+        sums = floats(launch_shape(GEOMETRIES[-1].hidden, model.hidden, bits).split, SLOTS, model.hidden)
+        draft_rows.join_rows(table, _ids(), m - 1, keys, halves(1), sums, bits)
+
+
+def _join_accepted(model: Geometry, bits: int, m: int) -> None:
+    states = halves(SLOTS, model.hidden)
+    draft_rows.join_accepted_rows(_table(model), _ids(), _ids(), states, position(), position(), m, halves(1), bits)
+
+
+def _sum_norm(width: int, split: int, bits: int, m: int) -> None:
+    fused_norms.sum_norm_rows(floats(split, SLOTS, width), floats(width), EPS, m, bits)
 
 
 def _norm(model: Geometry, m: int) -> None:
@@ -176,14 +215,11 @@ def _pack(model: Geometry, bits: int, m: int) -> None:
 
 
 def _embed(model: Geometry, bits: int, m: int) -> None:
-    table = _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
-    embed.embed_rows(table, torch.empty(SLOTS, dtype=torch.int32), halves(1), m)
+    embed.embed_rows(_table(model, bits), _ids(), halves(1), m)
 
 
-def _accept(model: Geometry, m: int) -> None:
-    words = torch.empty(SLOTS, dtype=torch.int32)
-    states = halves(SLOTS, model.hidden)
-    accept.accept_rows(words, words, states, position(), position(), states, m)
+def _table(model: Geometry, bits: int = 4) -> PackedWeight:
+    return _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
 
 
 def _head_argmax(cap: float | None, m: int) -> None:
