@@ -101,7 +101,7 @@ def sum_norm_rows(partials: Tensor, weight: Tensor, eps: float, rows: int, bits:
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
-            **launch_options(partials.device, _warps(size)),
+            **launch_options(partials.device, _warps(size), alone=True),
         )
     return out, packed
 
@@ -165,7 +165,7 @@ def residual_norm_rows(
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
-            **launch_options(residual.device, _warps(size)),
+            **launch_options(residual.device, _warps(size), alone=True),
         )
     return out, packed
 

@@ -41,7 +41,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Geometry:
-    """One model: hidden size, MLP width, bits of the attention's and of the MLP's matrices, kinds of layer."""
+    """One model: hidden size, MLP width, bits of the attention's and of the MLP's matrices, kinds of layer; `split` is
+    the most parts that a product of this hidden size leaves."""
 
     name: str
     hidden: int
@@ -49,6 +50,10 @@ class Geometry:
     bits: int
     mlp_bits: int
     layers: tuple[Attention, ...]
+
+    @property
+    def split(self) -> int:
+        return max(shape.split for (_, features, _), shape in TABLE.items() if features == self.hidden)
 
 
 GEOMETRIES = (
@@ -177,7 +182,7 @@ def _norm(model: Geometry, m: int) -> None:
 
 def _residual(model: Geometry, bits: int | None, m: int) -> None:
     n = model.hidden
-    sums, weight = floats(SPLIT, SLOTS, n), None if bits is None else floats(n)
+    sums, weight = floats(model.split, SLOTS, n), None if bits is None else floats(n)
     fused_norms.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
 
 
