@@ -100,7 +100,8 @@ def _products() -> Iterator[Entry]:
         yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv": UNTUNED})
 
 
-def _matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWeight:
+def matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWeight:
+    """A packed matrix of K = width and N = features."""
     tiles, groups = -(-features // shape.tile), width // GROUP
     if bits == 16:
         codes = halves(tiles, groups, shape.tile, GROUP)
@@ -112,7 +113,7 @@ def _matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedW
 
 def _multiply(width: int, features: int, bits: int, shape: LaunchShape, m: int) -> None:
     x = rows.new_rows(width, bits, torch.device("cpu"))
-    weight = _matrix(width, features, bits, shape)
+    weight = matrix(width, features, bits, shape)
     qmv.qmv(x, weight, m)
     qmv.qmv_rows(x, weight, m)
 
@@ -224,7 +225,7 @@ def _embed(model: Geometry, bits: int, m: int) -> None:
 
 
 def _table(model: Geometry, bits: int = 4) -> PackedWeight:
-    return _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
+    return matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
 
 
 def _head_argmax(cap: float | None, m: int) -> None:
