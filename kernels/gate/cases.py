@@ -123,7 +123,8 @@ def _row_ops() -> Iterator[Entry]:
     for model in GEOMETRIES:
         yield Entry(f"{model.name} norm_rows", partial(_norm, model))
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
-            yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits))
+            expects = {"_residual_norm_rows": Expect(loads_ahead=model.split)}
+            yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits), expects)
         yield Entry(f"{model.name} last residual", partial(_residual, model, None))
         for layer in model.layers:
             yield Entry(f"{model.name} {layer.name} head_norms_rope", partial(_head_norms, layer))
@@ -148,7 +149,8 @@ def _draft_ops() -> Iterator[Entry]:
             yield Entry(f"{model.name} join_accepted_rows to {bits} bits", partial(_join_accepted, model, bits))
     for bits in (4, 16):
         split = launch_shape(2 * GEOMETRIES[0].hidden, drafter.hidden, bits).split
-        yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits))
+        expects = {"_sum_norm_rows": Expect(loads_ahead=split)}
+        yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits), expects)
     yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4))
     yield Entry(
         "write_best", lambda m: argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1)

@@ -19,11 +19,13 @@ class Expect:
     mma: "HMMA" (warp-level), "HGMMA" (warpgroup-level), "any" (one of the two) or "none".
     rows: columns of the product's second operand, the activation rows; None where a kernel has no such limit.
     per_weight: most lane-instructions of the main loop per weight; None where no weights are read.
+    loads_ahead: fewest loads that a thread has on their way before it adds the first two; None where it reads little.
     """
 
     mma: str = "none"
     rows: int | None = None
     per_weight: float | None = None
+    loads_ahead: int | None = None
 
 
 def product(bits: int) -> Expect:
