@@ -17,7 +17,7 @@ from engine.config import LayerShape
 from engine.fused_draft import DraftWeights, fused_draft
 from engine.layers import LayerWeights
 from kernels import Linear
-from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, SLOTS, WINDOW, floats, halves, matrix, position
+from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, SLOTS, WINDOW, _matrix, floats, halves, position
 from kernels.gate.record import recorded_launches
 from kernels.launch import launch_shape
 from kernels.triton_backend import FUSED
@@ -28,7 +28,7 @@ KINDS = ("sliding", "sliding", "sliding", "full")
 
 def linear(width: int, features: int, bits: int) -> Linear:
     """A matrix that nobody reads."""
-    packed = matrix(width, features, bits, launch_shape(width, features, bits))
+    packed = _matrix(width, features, bits, launch_shape(width, features, bits))
     return Linear(features, width, bits, torch.bfloat16, "qmv", packed)
 
 

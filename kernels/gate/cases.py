@@ -100,8 +100,7 @@ def _products() -> Iterator[Entry]:
         yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv": UNTUNED})
 
 
-def matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWeight:
-    """A packed matrix of K = width and N = features."""
+def _matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWeight:
     tiles, groups = -(-features // shape.tile), width // GROUP
     if bits == 16:
         codes = halves(tiles, groups, shape.tile, GROUP)
@@ -113,7 +112,7 @@ def matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWe
 
 def _multiply(width: int, features: int, bits: int, shape: LaunchShape, m: int) -> None:
     x = rows.new_rows(width, bits, torch.device("cpu"))
-    weight = matrix(width, features, bits, shape)
+    weight = _matrix(width, features, bits, shape)
     qmv.qmv(x, weight, m)
     qmv.qmv_rows(x, weight, m)
 
@@ -227,7 +226,7 @@ def _embed(model: Geometry, bits: int, m: int) -> None:
 
 
 def _table(model: Geometry, bits: int = 4) -> PackedWeight:
-    return matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
+    return _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
 
 
 def _head_argmax(cap: float | None, m: int) -> None:
