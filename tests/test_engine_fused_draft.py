@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -25,7 +26,9 @@ from engine.fused import tables_upto
 from engine.fused_draft import fused_draft
 from engine.pair import load_pair
 from kernels import FusedOps
+from kernels.launch import LaunchShape
 from kernels.rows import Rows, pack_rows
+from tools import time_draft
 
 ROOT = Path(__file__).parent.parent
 STEPS = 2
@@ -87,15 +90,33 @@ def watched(ops: FusedOps | None) -> tuple[FusedOps, list[Rows]]:
     return replace(ops, join=join), read
 
 
+COUNT = """
+import json, sys
+from tools.time_draft import GEOMETRIES, launches
+cases = {"12b": (0, 4), "31b": (1, 16), "31b in 4 bits": (1, 4)}
+counts = {name: [launches(GEOMETRIES[at], bits, steps) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()}
+sys.stdout.write(json.dumps(counts))
+"""
+
+
 def test_launches_of_a_step() -> None:
-    """Each costs two to four microseconds of a step of 200 to 400, at every position of every round."""
+    """Each costs two to four microseconds of a step of 200 to 400. At both models' shapes, in a process of its own:
+    Triton decides at import whether it interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "support_draft_launches.py")]
-    found = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True)
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, "-c", COUNT], env=environment, cwd=ROOT, text=True, capture_output=True)
     assert found.returncode == 0, found.stderr
     counts = json.loads(found.stdout)
-    assert set(counts) == {"12b, 4 bits", "31b, 4 bits", "31b, 16 bits"}
+    assert set(counts) == {"12b", "31b", "31b in 4 bits"}
     for name, launches in counts.items():
         assert launches == [launches[0] * steps for steps in (1, 2, 3)], name
         assert 20 < launches[0] <= 47, name
+
+
+def test_launch_shapes_are_read_from_the_command_line() -> None:
+    """A shape that the matrix cannot take would be timed as something else."""
+    matrix, shape = time_draft.shape_of("8192x1024-4bit=64,2,4,2,16")
+    assert (matrix, shape) == ((8192, 1024, 4), LaunchShape(64, 2, 4, 2, 16))
+    for text in ("8192x1024-4bit", "8192x1024-4bit=64,1,4,2", "8192x1024-4bit=48,1,4,2,1", "64x64-4bit=64,2,4,2,1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="4bit"):
+            time_draft.shape_of(text)
