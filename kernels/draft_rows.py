@@ -62,7 +62,7 @@ def join_rows(
         SPLIT=state.shape[0] if summed else 0,
         BITS=bits,
         G=GROUPS_PER_PROGRAM,
-        **launch_options(ids.device, 1, alone=True),
+        **launch_options(ids.device, 1),
     )
     return out
 

@@ -61,7 +61,7 @@ def geglu_rows(partials: Tensor, rows: int, bits: int, fused: bool, out: Rows | 
         BITS=bits,
         FUSED=fused,
         G=GROUPS_PER_PROGRAM,
-        **launch_options(partials.device, 1, alone=True),
+        **launch_options(partials.device, 1),
     )
     return out
 
