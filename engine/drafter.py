@@ -169,13 +169,16 @@ class Drafter:
         def run() -> object:
             ops = self.kernels.fused
             assert ops is not None
-            if verified is not None:
-                ops.accept(room.ids, room.best, verified, room.position, room.draft_position, room.vector, count + 1)
             weights = self._fused(target)
+            table, scale, pre = weights.embedding, weights.embed_scale, weights.pre
+            if verified is None:
+                joined = ops.join(table, room.ids, 0, None, scale, room.vector, pre)
+            else:
+                places = room.position, room.draft_position
+                joined = ops.join_accepted(table, room.ids, room.best, verified, *places, count + 1, scale, pre)
             kv = {kind: room.kv[layer] for kind, layer in layers.items()}
             tables = tables_upto(self._tables, max_keys)
-            out = room.ids[1 : 1 + count]
-            fused_draft(ops, weights, room.ids, room.vector, room.draft_position, kv, tables, max_keys, count, out)
+            fused_draft(ops, weights, joined, room.ids, room.draft_position, kv, tables, max_keys, count)
             return tables, weights, verified  # the recording reads them, so it keeps them
 
         key = ("draft", count, None if verified is None else verified.data_ptr(), self, self.kernels.fused)

@@ -33,43 +33,43 @@ class DraftWeights:
 def fused_draft(
     ops: FusedOps,
     weights: DraftWeights,
+    joined: object,
     ids: Tensor,
-    vector: Tensor,
     position: Tensor,
     kv: dict[Kind, Tensor],
     tables: Tables,
     max_keys: int,
     count: int,
-    out: Tensor,
 ) -> None:
-    """`count` greedy tokens after the one in ids int32 [8], into out int32 [count]; row 0 alone is real.
+    """`count` greedy tokens after the one in ids[0], into ids[1] to ids[count]; ids int32 [8].
 
-    vector [8, B] is the target's hidden state in row 0; position int32 [1] the rotary position and the newest key that
-    is seen, the same in every step; kv the buffers of the target's last sliding and last full layer.
+    joined: what the first step reads, that token's embedding beside the target's state (`FusedOps.join`). position
+    int32 [1]: the rotary position and the newest key that is seen, the same in every step; kv: the buffers of the
+    target's last sliding and last full layer.
     """
-    for step in range(count):
-        embedded = ops.embed(weights.embedding, ids, weights.embed_scale, 1)
-        joined = torch.cat((embedded, vector), -1)
+    for step in range(1, count + 1):
         y, packed = _forward(ops, weights, joined, position, kv, tables, max_keys)
-        _, ids = ops.head(ops.product(packed, weights.head, 1), 1, None, False)
-        out[step : step + 1].copy_(ids[:1])
-        if step + 1 < count:
-            vector = ops.sum(ops.product(ops.pack(y, 1, weights.post), weights.post, 1), 1)
+        pick = ops.pick(ops.product(packed, weights.head, 1))
+        if step == count:
+            ops.settle(pick, ids, step)
+        else:
+            state = ops.product(ops.reuse(packed, y, weights.post), weights.post, 1)
+            joined = ops.join(weights.embedding, ids, step, pick, weights.embed_scale, state, weights.pre)
 
 
 def _forward(
     ops: FusedOps,
     weights: DraftWeights,
-    joined: Tensor,
+    joined: object,
     position: Tensor,
     kv: dict[Kind, Tensor],
     tables: Tables,
     max_keys: int,
 ) -> tuple[Tensor, object]:
-    """One step over [8, 2B]: the state after the final norm [8, h], and the same made ready for the head."""
+    """One step: the state after the final norm [8, h], and the same made ready for the head."""
     product = ops.product
-    h = ops.sum(product(ops.pack(joined, 1, weights.pre), weights.pre, 1), 1)
-    packed = ops.norm(h, weights.layers[0].input_norm, weights.eps, 1, weights.layers[0].qkv)
+    first = weights.layers[0]
+    h, packed = ops.enter(product(joined, weights.pre, 1), first.input_norm, weights.eps, first.qkv)
     y = torch.empty_like(h)
     for index, (shape, w) in enumerate(zip(weights.shapes, weights.layers, strict=True)):
         last = index + 1 == len(weights.layers)

@@ -75,8 +75,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class FusedOps:
-    """Ops of a step in few launches, with the bytes of the single ops that each replaces. `packed` and `partials` are
-    the backend's own: activations made ready for a product, and its sums before they are added and rounded.
+    """Ops of a step in few launches, with the bytes of the single ops that each replaces. `packed`, `partials` and
+    `pick` are the backend's own: activations made ready for a product, its sums before they are added and rounded,
+    and a row's greedy token before it is written down.
 
     embed(head, ids int32 [8], scale, rows) -> h [8, H]      rows of the head's own matrix
     norm(h, weight, eps, rows, for) -> packed                for the product with a matrix
@@ -88,10 +89,19 @@ class FusedOps:
     residual(partials, h, post_norm, scalar | None, next_norm, eps, rows, for, normed | None) -> (h, packed)
     geglu(partials, rows, for, fused) -> packed
     head(partials, rows, cap | None, with_logits) -> (logits [8, V] | None, ids int32 [8])
-    pack(x [8, K], rows, for) -> packed                      rows as they are
-    sum(partials, rows) -> [8, N]                            rows as a plain tensor
-    accept(ids, best int32 [8], hidden [8, H], position, draft_position int32 [1], vector [8, H], rows)
-                                                             ids, positions and vector move on behind what is accepted
+    pack(x [8, K], rows, for) -> packed                      rows as they are, of attention that a flag takes apart
+
+    A draft step has one row; it reads and writes a room's ids int32 [8], where each token follows the one before:
+    join(head, ids, at, pick | None, scale, state, for) -> packed
+                                                             a token's embedding beside row 0 of a state, bf16 [8, H] or
+                                                             partials; the token is ids[at], or the pick, put there
+    join_accepted(head, ids, best int32 [8], hidden [8, H], position, draft_position int32 [1], rows, scale, for)
+                                                             -> packed: the same behind what a verify step of so many
+                                                             rows accepts; ids and positions move on
+    enter(partials, weight, eps, for) -> (h, packed)         rows as they are, and their norm
+    reuse(packed, x [8, K], for) -> packed                   x as it is: `packed`, which holds it, where its form fits
+    pick(partials) -> pick                                   of the head's partials
+    settle(pick, ids, at)                                    the pick goes to ids[at]
     """
 
     embed: Callable[..., Tensor]
@@ -104,8 +114,12 @@ class FusedOps:
     geglu: Callable[..., Any]
     head: Callable[..., tuple[Tensor | None, Tensor]]
     pack: Callable[[Tensor, int, Linear], Any]
-    sum: Callable[[Tensor, int], Tensor]
-    accept: Callable[..., None]
+    join: Callable[..., Any]
+    join_accepted: Callable[..., Any]
+    enter: Callable[[Tensor, Tensor, float, Linear], tuple[Tensor, Any]]
+    reuse: Callable[[Any, Tensor, Linear], Any]
+    pick: Callable[[Tensor], Any]
+    settle: Callable[[Any, Tensor, int], None]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def argmax(logits: Tensor) -> Tensor:
     keys = torch.empty(count, blocks, dtype=torch.int64, device=logits.device)
     ids = torch.empty(count, dtype=torch.int32, device=logits.device)
     _block_keys[(count, blocks)](logits, keys, V=width, BLOCK=COLUMNS_PER_PROGRAM, **launch_options(logits.device, 4))
-    _largest[(count,)](keys, ids, BLOCKS=blocks, BLOCK=triton.next_power_of_2(blocks), **launch_options(keys.device, 4))
+    _write_ids(keys, count, ids, 0)
     return ids
 
 
@@ -62,12 +62,22 @@ def head_argmax(
     partials fp32 [split, 8, V] -> ids int32 [8] on the device, and `logits` bf16 [8, V] after the cap, filled where
     given. Rows past `rows` are not written. `out` and `keys` (`head_keys`) may be given to allocate nothing.
     """
-    check_operand("head_argmax: partials", partials, torch.float32, (None, SLOTS, None))
-    check_rows("head_argmax", rows)
-    split, _, width = partials.shape
     if out is None:
         out = torch.empty(SLOTS, dtype=torch.int32, device=partials.device)
     check_operand("head_argmax: out", out, torch.int32, (SLOTS,))
+    keys = head_best(partials, rows, cap, logits, keys)
+    _write_ids(keys, rows, out, 0)
+    return out, logits
+
+
+def head_best(
+    partials: Tensor, rows: int, cap: float | None, logits: Tensor | None = None, keys: Tensor | None = None
+) -> Tensor:
+    """`head_argmax` up to the largest key of each block of columns: int64 [8, blocks], for `write_best` or a reader
+    that takes the largest of them itself (`best_of`)."""
+    check_operand("head_argmax: partials", partials, torch.float32, (None, SLOTS, None))
+    check_rows("head_argmax", rows)
+    split, _, width = partials.shape
     if logits is not None:
         check_operand("head_argmax: logits", logits, torch.bfloat16, (SLOTS, width))
     blocks = triton.cdiv(width, COLUMNS_PER_PROGRAM)
@@ -85,8 +95,23 @@ def head_argmax(
         BLOCK=COLUMNS_PER_PROGRAM,
         **launch_options(partials.device, 4),
     )
-    _largest[(rows,)](keys, out, BLOCKS=blocks, BLOCK=triton.next_power_of_2(blocks), **launch_options(keys.device, 4))
-    return out, logits
+    return keys
+
+
+def write_best(keys: Tensor, ids: Tensor, at: int) -> None:
+    """Write the token of row 0 of keys int64 [8, blocks] to ids[at]; ids int32 [8]. ValueError for another place."""
+    check_operand("write_best: keys", keys, torch.int64, (SLOTS, None))
+    check_operand("write_best: ids", ids, torch.int32, (SLOTS,))
+    if not 0 <= at < SLOTS:
+        raise ValueError(f"write_best: place {at} of {SLOTS} ids")
+    _write_ids(keys, 1, ids, at)
+
+
+def _write_ids(keys: Tensor, rows: int, ids: Tensor, at: int) -> None:
+    blocks = keys.shape[1]
+    _largest[(rows,)](
+        keys, ids, at, BLOCKS=blocks, BLOCK=triton.next_power_of_2(blocks), **launch_options(keys.device, 4)
+    )
 
 
 def head_keys(width: int, device: torch.device) -> Tensor:
@@ -171,9 +196,15 @@ def _head_keys(
 
 
 @triton.jit
-def _largest(keys_ptr, ids_ptr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
+def best_of(keys_ptr, row, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The token of a row, from the keys of its blocks."""
     at = tl.arange(0, BLOCK)
-    wait_for_producers()
     key = tl.load(keys_ptr + row * BLOCKS + at, mask=at < BLOCKS, other=-0x7FFFFFFFFFFFFFFF)
-    tl.store(ids_ptr + row, (0x7FFFFFFF - (tl.max(key, 0) & 0x7FFFFFFF)).to(tl.int32))
+    return (0x7FFFFFFF - (tl.max(key, 0) & 0x7FFFFFFF)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _largest(keys_ptr, ids_ptr, first, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    wait_for_producers()
+    tl.store(ids_ptr + first + row, best_of(keys_ptr, row, BLOCKS, BLOCK))

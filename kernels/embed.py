@@ -50,18 +50,13 @@ def dense_rows(weight: PackedWeight) -> Tensor:
     return embed_rows(weight, ids, one, weight.out_features)
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _embed(
-    codes_ptr, scales_ptr, ids_ptr, scale_ptr, out_ptr, groups,
-    BITS: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr,
-):  # fmt: skip
-    """One row, G groups of 64; what `kernels.repack` put where is undone here, element by element."""
-    row = tl.program_id(0)
-    group = tl.program_id(1) * G + tl.arange(0, G)
-    valid = group < groups
+@triton.jit
+def embedded(codes_ptr, scales_ptr, scale_ptr, token, group, valid, groups, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Groups of a token's row, dequantized and rounded, times the scale, rounded: fp32 [G, 64] of bf16 values.
+
+    What `kernels.repack` put where is undone here, element by element; group int32 [G], valid bool [G].
+    """
     column = tl.arange(0, 64)
-    wait_for_producers()
-    token = tl.load(ids_ptr + row)
     start = ((token // TILE).to(tl.int64) * groups + group) * TILE + token % TILE  # of this row in each group
     if BITS == 16:
         value = tl.load(codes_ptr + start[:, None] * 64 + column[None, :], mask=valid[:, None], other=0.0)
@@ -82,6 +77,20 @@ def _embed(
         scale = (both << 16).to(tl.float32, bitcast=True)
         bias = (both & -65536).to(tl.float32, bitcast=True)
         value = round_bf16(code.to(tl.float32) * scale[:, None] + bias[:, None])
-    value = value * tl.load(scale_ptr).to(tl.float32)
-    place = out_ptr + row * (groups * 64) + group[:, None] * 64 + column[None, :]
+    return round_bf16(value * tl.load(scale_ptr).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _embed(
+    codes_ptr, scales_ptr, ids_ptr, scale_ptr, out_ptr, groups,
+    BITS: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """One row, G groups of 64."""
+    row = tl.program_id(0)
+    group = tl.program_id(1) * G + tl.arange(0, G)
+    valid = group < groups
+    wait_for_producers()
+    token = tl.load(ids_ptr + row)
+    value = embedded(codes_ptr, scales_ptr, scale_ptr, token, group, valid, groups, BITS, TILE)
+    place = out_ptr + row * (groups * 64) + group[:, None] * 64 + tl.arange(0, 64)[None, :]
     tl.store(place, to_bf16(value), mask=valid[:, None])

@@ -73,6 +73,39 @@ def norm_rows(
     return out
 
 
+def sum_norm_rows(partials: Tensor, weight: Tensor, eps: float, rows: int, bits: int) -> tuple[Tensor, Rows]:
+    """A product's sums as rows, and their norm, packed for a product with a matrix of these bits.
+
+    partials fp32 [split, 8, D]; weight fp32 [D] -> bf16 [8, D] and `Rows`; slots from `rows` on are not written.
+    """
+    where = "sum_norm_rows"
+    check_operand(f"{where}: partials", partials, torch.float32, (None, SLOTS, None))
+    split, _, width = partials.shape
+    check_operand(f"{where}: weight", weight, torch.float32, (width,))
+    check_rows(where, rows)
+    out = torch.empty(SLOTS, width, dtype=torch.bfloat16, device=partials.device)
+    packed = checked_rows(where, None, width, bits, partials.device)
+    slices, size = _slices(width)
+    for phase in _phases(slices, SECOND):
+        _sum_norm_rows[(rows, slices)](
+            partials,
+            weight,
+            out,
+            packed.values,
+            packed.sums,
+            packed.scales,
+            *_meeting_place(partials.device),
+            float(eps),
+            D=width,
+            SIZE=size,
+            SPLIT=split,
+            BITS=bits,
+            PHASE=phase,
+            **launch_options(partials.device, _warps(size), alone=True),
+        )
+    return out, packed
+
+
 def residual_norm_rows(
     partials: Tensor,
     residual: Tensor,
@@ -132,7 +165,7 @@ def residual_norm_rows(
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
-            **launch_options(residual.device, _warps(size)),
+            **launch_options(residual.device, _warps(size), alone=True),
         )
     return out, packed
 
@@ -224,6 +257,25 @@ def _norm_rows(
     if PHASE != 1:
         x = round_bf16(h * inverse_rms(squares, eps, D) * weight)
         _pack_normed(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, SIZE, BITS)
+
+
+@triton.jit
+def _sum_norm_rows(
+    partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, counter_ptr, squares_ptr, eps,
+    D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
+    m, part = tl.program_id(0), tl.program_id(1)
+    at = part * SIZE + tl.arange(0, SIZE)
+    weight = tl.load(weight_ptr + at, mask=at < D, other=0.0)
+    wait_for_producers()
+    h = load_partials(partials_ptr, m, at, D, at < D, SPLIT)
+    counter_ptr += SLICES * 8 + m
+    squares = _row_sum(tree_sum(h * h, SIZE), squares_ptr + m * 32, counter_ptr, SLICES, 32, PHASE == 0)
+    if PHASE != 1:
+        tl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
+        x = round_bf16(h * inverse_rms(squares, eps, D) * weight)
+        _pack_normed(x, m, at, None, values_ptr, sums_ptr, scales_ptr, D, SIZE, BITS)
 
 
 @triton.jit

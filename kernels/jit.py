@@ -25,13 +25,21 @@ SLOTS = 8
 """Rows of every activation tile: the MMA's n8 operand. Fewer real rows never make a smaller tile."""
 
 
-def launch_options(device: torch.device, num_warps: int, num_stages: int = 1) -> dict[str, Any]:
+MOST_REGISTERS = 255
+"""What a thread can have."""
+
+
+def launch_options(device: torch.device, num_warps: int, num_stages: int = 1, alone: bool = False) -> dict[str, Any]:
     """Options of every launch: no contraction of multiply and add, and a dependent launch where the card has one.
 
     With a dependent launch the next kernel's programs start while this one drains; each waits in
-    `wait_for_producers` before it touches what an earlier launch wrote.
+    `wait_for_producers` before it touches what an earlier launch wrote. A kernel whose few programs each read many
+    partial sums says `alone`: ptxas, which else saves registers for programs that will never come, then issues all
+    loads before the first add instead of three to six at a time. Neither changes the order of a sum.
     """
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    if alone:
+        options["maxnreg"] = MOST_REGISTERS
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         options["launch_pdl"] = True
     return options

@@ -95,7 +95,7 @@ def head_norms_rope(
         SPLIT=split,
         K_EQ_V=k_eq_v,
         GENERAL=general,
-        **launch_options(partials.device, 1),
+        **launch_options(partials.device, 1, alone=True),
     )
     return out
 

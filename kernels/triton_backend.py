@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Weight, reference
-from kernels.accept import accept_rows
 from kernels.argmax import argmax as argmax_ids
-from kernels.argmax import head_argmax, softcap
+from kernels.argmax import head_argmax, head_best, softcap, write_best
+from kernels.draft_rows import join_accepted_rows, join_rows
 from kernels.embed import dense_rows, embed_rows
-from kernels.fused_norms import norm_rows, residual_norm_rows
+from kernels.fused_norms import norm_rows, residual_norm_rows, sum_norm_rows
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
 from kernels.qmv import qmv, qmv_rows
@@ -180,9 +180,38 @@ def _pack(x: Tensor, rows: int, following: Linear) -> Rows:
     return pack_rows(x, following.operand.bits, rows)
 
 
-def _sum(partials: Tensor, rows: int) -> Tensor:
-    out = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
-    return sum_partials(partials, rows, out)
+def _join(
+    head: Linear, ids: Tensor, at: int, pick: Tensor | None, scale: Tensor, state: Tensor, following: Linear
+) -> Rows:
+    return join_rows(head.operand, ids, at, pick, scale, state, following.operand.bits)
+
+
+def _join_accepted(
+    head: Linear,
+    ids: Tensor,
+    best: Tensor,
+    hidden: Tensor,
+    position: Tensor,
+    draft_position: Tensor,
+    rows: int,
+    scale: Tensor,
+    following: Linear,
+) -> Rows:
+    bits = following.operand.bits
+    return join_accepted_rows(head.operand, ids, best, hidden, position, draft_position, rows, scale, bits)
+
+
+def _enter(partials: Tensor, weight: Tensor, eps: float, following: Linear) -> tuple[Tensor, Rows]:
+    return sum_norm_rows(partials, weight, eps, 1, following.operand.bits)
+
+
+def _reuse(packed: Rows, x: Tensor, following: Linear) -> Rows:
+    bits = following.operand.bits
+    return packed if packed.bits == bits else pack_rows(x, bits, 1)
+
+
+def _pick(partials: Tensor) -> Tensor:
+    return head_best(partials, 1, None)
 
 
 FUSED = FusedOps(
@@ -196,8 +225,12 @@ FUSED = FusedOps(
     _geglu,
     _head,
     pack=_pack,
-    sum=_sum,
-    accept=accept_rows,
+    join=_join,
+    join_accepted=_join_accepted,
+    enter=_enter,
+    reuse=_reuse,
+    pick=_pick,
+    settle=write_best,
 )
 
 KERNELS = Kernels(

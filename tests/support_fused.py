@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.pair import Pair
 from engine.speculative import accepted_prefix
+from engine.target import Target
 from kernels import MAX_ROWS, FusedOps, Linear, reference
 
 T = TypeVar("T")
@@ -76,6 +77,30 @@ def fused_ops(table: Tensor) -> FusedOps:
         out[:rows] = reference.embed(table, ids[:rows], scale)
         return out
 
+    def join(
+        head: Linear, ids: Tensor, at: int, pick: int | None, scale: Tensor, state: Tensor, following: Linear
+    ) -> Tensor:
+        if pick is not None:
+            ids[at] = pick
+        joined = torch.full((MAX_ROWS, 2 * table.shape[1]), float("nan"), dtype=table.dtype)
+        joined[0] = torch.cat((reference.embed(table, ids[at : at + 1], scale)[0], state[0]))
+        return joined
+
+    def join_accepted(
+        head: Linear,
+        ids: Tensor,
+        best: Tensor,
+        hidden: Tensor,
+        position: Tensor,
+        draft_position: Tensor,
+        rows: int,
+        scale: Tensor,
+        following: Linear,
+    ) -> Tensor:
+        vector = torch.full_like(hidden, float("nan"))
+        accept(ids, best, hidden, position, draft_position, vector, rows)
+        return join(head, ids, 0, None, scale, vector, following)
+
     return FusedOps(
         embed,
         lambda h, weight, eps, rows, following: reference.rmsnorm(h, weight, eps),
@@ -87,20 +112,39 @@ def fused_ops(table: Tensor) -> FusedOps:
         lambda partials, rows, following, fused: _geglu(partials, fused),
         _head,
         pack=lambda x, rows, following: x,
-        sum=lambda partials, rows: partials,
-        accept=accept,
+        join=join,
+        join_accepted=join_accepted,
+        enter=lambda partials, weight, eps, following: (partials, reference.rmsnorm(partials, weight, eps)),
+        reuse=lambda packed, x, following: x,
+        pick=lambda partials: reference.argmax(partials[:1])[0],
+        settle=lambda pick, ids, at: ids[at : at + 1].fill_(pick),
     )
 
 
 def accept(
     ids: Tensor, best: Tensor, hidden: Tensor, position: Tensor, draft_position: Tensor, vector: Tensor, rows: int
 ) -> None:
-    """`kernels.accept.accept_rows`, by the host's rule."""
+    """What a verify step leaves for the next round, by the host's rule: as `FusedOps.join_accepted`, and the state goes
+    to row 0 of vector [8, H]."""
     accepted = accepted_prefix(ids[1:rows].tolist(), best[:rows].tolist())
     ids[0] = best[accepted]
     vector[0] = hidden[accepted]
     draft_position.copy_(position + accepted)
     position += accepted + 1
+
+
+def accept_of(target: Target) -> Callable[..., None]:
+    """The same by the target's own fused ops, which hand the state on instead of leaving it in `vector`."""
+    ops = target.kernels.fused
+    assert ops is not None
+
+    def call(
+        ids: Tensor, best: Tensor, hidden: Tensor, position: Tensor, draft_position: Tensor, vector: Tensor, rows: int
+    ) -> None:
+        scale = target.embed_scale
+        ops.join_accepted(target.head, ids, best, hidden, position, draft_position, rows, scale, target.head)
+
+    return call
 
 
 def _heads(

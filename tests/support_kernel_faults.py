@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import SLOTS, dot, launch_options, release_consumers, wait_for_producers
+from kernels.rows import sum_partials
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH, FEATURES = 128, 64
@@ -197,6 +198,9 @@ def gate_entries() -> list[Entry]:
     def switches(rows: int) -> None:
         launch(honest if rows != 3 else specialized, x, w, rows)
 
+    def hesitates(rows: int) -> None:
+        sum_partials(torch.empty(32, SLOTS, 1024), rows)
+
     return [
         entry("honest", honest),
         entry("M specialized by Triton", specialized),
@@ -213,4 +217,5 @@ def gate_entries() -> list[Entry]:
             "a kernel that is not launched", lambda rows: launch(honest, x, w, rows), {"honest": plain, "other": plain}
         ),
         Entry("no kernel at all", lambda rows: None),
+        Entry("few loads on their way", hesitates, {"_sum": Expect(loads_ahead=32)}),
     ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kernels import MAX_ROWS, geglu, rmsnorm, rope
 from kernels.jit import GROUP, INTERPRETED
 from kernels.rows import Rows, pack_rows, sum_partials
-from kernels.testing import RowOp, same_bytes
+from kernels.testing import RowOp, poison, same_bytes
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 EPS = 1e-6
+REPEATS = 100
 
 # As in test_kernels_reference: one bf16 rounding, and how many results may differ from the exact value's own rounding.
 BF16_ONE_ROUNDING = 1.01 * 2**-8
@@ -89,6 +92,22 @@ def rows_hold(op: RowOp, inputs: list[Tensor]) -> None:
     for kept in ([0, 2, 4, 6], [1, 3, 5, 7]):
         for out, expected in zip(call([only(x, kept) for x in inputs], MAX_ROWS), full, strict=True):
             assert same_bytes(out[kept], expected[kept]), f"rows {kept} among NaN"
+
+
+def holds_in_a_graph(op: Callable[[], list[Tensor]]) -> None:
+    """The same bytes from a hundred replays of a captured launch as from an eager one."""
+    expected = [out.clone() for out in op()]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = op()
+    for _ in range(REPEATS):
+        for out in found:
+            poison(out)
+        graph.replay()
+        for out, wanted in zip(found, expected, strict=True):
+            assert same_bytes(out, wanted)
 
 
 def only(x: Tensor, kept: list[int]) -> Tensor:

@@ -99,6 +99,7 @@ ONE_FAULT = {
     "too few registers": r"expected no spills, found \d+ bytes of local memory, \d+ spill instructions",
     "contraction on": r"expected enable_fp_fusion=False, found contraction left to the compiler",
     "fp32 operands": r"expected products of bf16 or fp16, found \['f32'\]",
+    "few loads on their way": r"expected at least 32 loads before the first addition, found \d",
     "a kernel that is not launched": r"expects other, which it never launches",
     "no kernel at all": r"launches no kernel",
 }
@@ -183,6 +184,7 @@ def test_a_listing_is_read() -> None:
     assert USAGE is not None
     code = machine_code.figures(machine_code.parse(LISTING), USAGE, DOT_IR, 1024)
     assert (code.loop_instructions, code.loop_mma, code.loop_plain_loads, code.per_weight) == (4, 1, 0, 0.5)
+    assert code.loads_ahead == 1
     assert (code.float_atomics, code.spill_instructions, code.local_bytes) == (1, 1, 24)
     assert (code.async_copies, code.registers, code.mma) == (1, 40, ("HMMA",))
     assert code.dots == ((8, "bf16"), (16, "f16"))

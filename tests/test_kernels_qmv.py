@@ -191,6 +191,13 @@ def test_the_table_fits_its_matrices() -> None:
         check_shape(width, shape)
 
 
+def test_the_tuner_takes_any_matrix_by_name() -> None:
+    """A drafter in bf16 has matrices that the table does not hold yet."""
+    names = ("8192x5376-4bit", "1024x262144-16bit", "1000x64-4bit", "64x8-4bit", "0x64-4bit", "64x64-3bit", "64x64")
+    known: list[object] = [(8192, 5376, 4), (1024, 262144, 16)]
+    assert [tune_qmv.matrix_of(name) for name in names] == known + [None] * 5
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_what_the_tuner_tries_can_be_launched(bits: int) -> None:
     """Its candidates have no empty part, and its views of random memory are matrices that `qmv` takes."""
@@ -199,7 +206,7 @@ def test_what_the_tuner_tries_can_be_launched(bits: int) -> None:
     assert len({shape.tile for shape in found}) >= 3
     for shape in found:
         check_shape(matrix[0], shape)
-    codes, scales = torch.randint(0, 60, (1 << 18,), dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.int32)
+    codes, scales = torch.randint(0, 64, (1 << 18,), dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.int32)
     weight = tune_qmv.dummy_weight(matrix, LaunchShape(64, 1, 2, 2, 1), codes, scales)
     assert qmv(pack_rows(random_rows(320).cpu(), bits), weight, 1).shape == (1, 8, 256)
 

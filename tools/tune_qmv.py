@@ -2,6 +2,7 @@
 
     python -m tools.tune_qmv                                  # every matrix of the table, about a second each
     python -m tools.tune_qmv --only 8192x5376-4bit --wide     # one matrix, more candidates
+    python -m tools.tune_qmv --only 1024x262144-16bit         # one that is not in the table yet
 
 Candidates are timed at one row as graphs of calls over rotated weights (codes, scales and all, over 1 GB, so that no
 byte is found in a cache); the best ones again at one, four and eight rows. The first whose eight rows cost at most
@@ -12,6 +13,7 @@ records of before it compare with other kernels.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,22 +34,23 @@ ROTATED_BYTES = 1_050_000_000
 FORMS = {
     4: ((64, 1, 2), (128, 1, 2), (64, 1, 1), (256, 1, 4), (256, 2, 4), (128, 2, 2)),
     8: ((64, 1, 2), (128, 1, 4), (256, 1, 4), (64, 1, 1)),
-    16: ((32, 1, 2), (64, 1, 2), (64, 1, 4), (128, 1, 4)),
+    16: ((64, 1, 2), (128, 1, 4), (64, 2, 2), (64, 1, 4), (32, 1, 1)),
 }
 WIDER = {
     4: ((32, 1, 1), (64, 2, 2), (128, 2, 4), (128, 1, 4), (128, 1, 1)),
     8: ((32, 1, 1), (128, 2, 4), (128, 1, 2), (64, 2, 2)),
-    16: ((16, 1, 1), (16, 2, 1), (32, 2, 2), (32, 1, 1), (64, 2, 4)),
+    16: ((32, 1, 2), (32, 2, 2), (128, 1, 2), (128, 2, 4), (256, 1, 4)),
 }
 """(tile, unroll, warps) worth trying, by bits."""
 
-DENSE = tuple(
-    (width, rows, 16)
-    for width, rows in (
-        (1024, 5376), (1024, 8192), (1024, 16384), (1024, 262144), (8192, 1024), (10752, 1024), (16384, 1024)
-    )
-)  # fmt: skip
-"""The 31B drafter's matrices in bf16, as its checkpoint has them."""
+
+def matrix_of(name: str) -> Matrix | None:
+    """8192x5376-4bit -> its K, N and bits; None for another form."""
+    found = re.fullmatch(r"(\d+)x(\d+)-(\d+)bit", name)
+    if found is None:
+        return None
+    width, rows, bits = map(int, found.groups())
+    return (width, rows, bits) if width and width % GROUP == 0 and rows >= 32 and bits in FORMS else None
 
 
 def candidates(matrix: Matrix, wide: bool) -> Iterator[LaunchShape]:
@@ -74,10 +77,10 @@ def dummy_weight(matrix: Matrix, shape: LaunchShape, codes: torch.Tensor, scales
     width, rows, bits = matrix
     groups, tiles, stored = width // GROUP, -(-rows // shape.tile), GROUP * bits // 8
     size = tiles * groups * shape.tile
-    kind = torch.bfloat16 if bits == 16 else torch.uint8
+    held = codes[: size * stored].view(tiles, groups, shape.tile, stored)
     return PackedWeight(
-        codes[: size * stored].view(kind).view(tiles, groups, shape.tile, GROUP if bits == 16 else stored),
-        scales[:size].view(tiles, groups, shape.tile),
+        held.view(torch.bfloat16) if bits == 16 else held,
+        scales[:0] if bits == 16 else scales[:size].view(tiles, groups, shape.tile),
         rows,
         width,
         bits,
@@ -183,7 +186,7 @@ def tune(memory: Memory, matrix: Matrix, wide: bool, flat: float, ceiling: float
 
 
 def main() -> int:
-    """Returns 2 without a GPU or for an unknown matrix."""
+    """Returns 2 without a GPU or for what names no matrix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="KxN-Bbit", help="this matrix alone")
     parser.add_argument("--wide", action="store_true", help="more candidates")
@@ -193,11 +196,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune_qmv: needs a CUDA device", file=sys.stderr)
         return 2
-    names = {f"{k}x{n}-{bits}bit": (k, n, bits) for k, n, bits in dict.fromkeys((*TABLE, *DENSE))}
-    if unknown := [name for name in args.only if name not in names]:
-        print(f"tune_qmv: unknown: {', '.join(unknown)}; known: {', '.join(names)}", file=sys.stderr)
+    if unknown := [name for name in args.only if matrix_of(name) is None]:
+        wanted = f"KxN-Bbit, K a multiple of {GROUP}, N at least 32, B one of {', '.join(map(str, FORMS))}"
+        print(f"tune_qmv: no matrix: {', '.join(unknown)}; expected {wanted}", file=sys.stderr)
         return 2
-    matrices = [names[name] for name in args.only] or list(names.values())
+    matrices = [matrix for name in args.only if (matrix := matrix_of(name))] or list(TABLE)
     work = list(
         {
             (m[2], s.tile, s.unroll, s.stages, s.warps): (m, s) for m in matrices for s in candidates(m, args.wide)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import accept, argmax, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import argmax, draft_rows, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
@@ -41,7 +41,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Geometry:
-    """One model: hidden size, MLP width, bits of the attention's and of the MLP's matrices, kinds of layer."""
+    """One model: hidden size, MLP width, bits of the attention's and of the MLP's matrices, kinds of layer; `split` is
+    the most parts that a product of this hidden size leaves."""
 
     name: str
     hidden: int
@@ -49,6 +50,10 @@ class Geometry:
     bits: int
     mlp_bits: int
     layers: tuple[Attention, ...]
+
+    @property
+    def split(self) -> int:
+        return max(shape.split for (_, features, _), shape in TABLE.items() if features == self.hidden)
 
 
 GEOMETRIES = (
@@ -81,7 +86,7 @@ def position() -> Tensor:
 
 def gate_entries() -> list[Entry]:
     """All entries; a kernel that only one shape needs appears with that shape."""
-    return [*_products(), *_row_ops(), *_plain_ops(), *_attention()]
+    return [*_products(), *_row_ops(), *_draft_ops(), *_plain_ops(), *_attention()]
 
 
 def _products() -> Iterator[Entry]:
@@ -117,7 +122,8 @@ def _row_ops() -> Iterator[Entry]:
     for model in GEOMETRIES:
         yield Entry(f"{model.name} norm_rows", partial(_norm, model))
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
-            yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits))
+            expects = {"_residual_norm_rows": Expect(loads_ahead=model.split)}
+            yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits), expects)
         yield Entry(f"{model.name} last residual", partial(_residual, model, None))
         for layer in model.layers:
             yield Entry(f"{model.name} {layer.name} head_norms_rope", partial(_head_norms, layer))
@@ -129,7 +135,47 @@ def _row_ops() -> Iterator[Entry]:
         yield Entry(f"embed_rows {bits} bits", partial(_embed, model, bits))
     yield Entry("head_argmax capped", partial(_head_argmax, 30.0))
     yield Entry("head_argmax plain", partial(_head_argmax, None))
-    yield Entry("accept_rows", partial(_accept, model))
+
+
+def _draft_ops() -> Iterator[Entry]:
+    """How a draft step begins, over the tables of both targets and into `pre` and the first layer as either drafter
+    stores them; the place of an id, like a number of rows, must not choose a binary."""
+    drafter = GEOMETRIES[-1]
+    for model in GEOMETRIES[:-1]:
+        for bits in (4, 16):
+            yield Entry(f"{model.name} join_rows to {bits} bits, first step", partial(_join, model, bits, True))
+            yield Entry(f"{model.name} join_rows to {bits} bits, later steps", partial(_join, model, bits, False))
+            yield Entry(f"{model.name} join_accepted_rows to {bits} bits", partial(_join_accepted, model, bits))
+    for bits in (4, 16):
+        split = launch_shape(2 * GEOMETRIES[0].hidden, drafter.hidden, bits).split
+        expects = {"_sum_norm_rows": Expect(loads_ahead=split)}
+        yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits), expects)
+    yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4))
+    yield Entry(
+        "write_best", lambda m: argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1)
+    )
+
+
+def _ids() -> Tensor:
+    return torch.empty(SLOTS, dtype=torch.int32)
+
+
+def _join(model: Geometry, bits: int, first: bool, m: int) -> None:
+    table, keys, state = _table(model), argmax.head_keys(VOCABULARY, torch.device("cpu")), halves(SLOTS, model.hidden)
+    if first:
+        draft_rows.join_rows(table, _ids(), m - 1, None, halves(1), state, bits)
+    else:
+        sums = floats(launch_shape(GEOMETRIES[-1].hidden, model.hidden, bits).split, SLOTS, model.hidden)
+        draft_rows.join_rows(table, _ids(), m - 1, keys, halves(1), sums, bits)
+
+
+def _join_accepted(model: Geometry, bits: int, m: int) -> None:
+    states = halves(SLOTS, model.hidden)
+    draft_rows.join_accepted_rows(_table(model), _ids(), _ids(), states, position(), position(), m, halves(1), bits)
+
+
+def _sum_norm(width: int, split: int, bits: int, m: int) -> None:
+    fused_norms.sum_norm_rows(floats(split, SLOTS, width), floats(width), EPS, m, bits)
 
 
 def _norm(model: Geometry, m: int) -> None:
@@ -138,7 +184,7 @@ def _norm(model: Geometry, m: int) -> None:
 
 def _residual(model: Geometry, bits: int | None, m: int) -> None:
     n = model.hidden
-    sums, weight = floats(SPLIT, SLOTS, n), None if bits is None else floats(n)
+    sums, weight = floats(model.split, SLOTS, n), None if bits is None else floats(n)
     fused_norms.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
 
 
@@ -176,14 +222,11 @@ def _pack(model: Geometry, bits: int, m: int) -> None:
 
 
 def _embed(model: Geometry, bits: int, m: int) -> None:
-    table = _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
-    embed.embed_rows(table, torch.empty(SLOTS, dtype=torch.int32), halves(1), m)
+    embed.embed_rows(_table(model, bits), _ids(), halves(1), m)
 
 
-def _accept(model: Geometry, m: int) -> None:
-    words = torch.empty(SLOTS, dtype=torch.int32)
-    states = halves(SLOTS, model.hidden)
-    accept.accept_rows(words, words, states, position(), position(), states, m)
+def _table(model: Geometry, bits: int = 4) -> PackedWeight:
+    return _matrix(model.hidden, VOCABULARY // 64, bits, LaunchShape(256, 2, 3, 4, 1))
 
 
 def _head_argmax(cap: float | None, m: int) -> None:

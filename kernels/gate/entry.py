@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-INSTRUCTIONS_PER_WEIGHT = {4: 2.8, 8: 4.5}
+INSTRUCTIONS_PER_WEIGHT = {4: 2.8, 8: 4.5, 16: 2.0}
 """Most lane-instructions a weight of so many bits may cost in a product's main loop.
 
-At the memory's speed an H200 can issue 3.9 to 4.4 per 4-bit weight and 7.3 to 8.3 per 8-bit weight.
+At the memory's speed an H200 can issue 3.9 to 4.4 per 4-bit weight, twice as many per 8-bit weight and four times as
+many per bf16 weight, which need no unpacking.
 """
 
 
@@ -19,11 +20,13 @@ class Expect:
     mma: "HMMA" (warp-level), "HGMMA" (warpgroup-level), "any" (one of the two) or "none".
     rows: columns of the product's second operand, the activation rows; None where a kernel has no such limit.
     per_weight: most lane-instructions of the main loop per weight; None where no weights are read.
+    loads_ahead: fewest loads that a thread has on their way before it adds the first two; None where it reads little.
     """
 
     mma: str = "none"
     rows: int | None = None
     per_weight: float | None = None
+    loads_ahead: int | None = None
 
 
 def product(bits: int) -> Expect:

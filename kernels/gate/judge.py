@@ -160,6 +160,9 @@ def _demands(binary: Binary, code: MachineCode, expect: Expect, arch: int) -> It
         fits = fits or (arch != TUNED and code.per_weight is not None)  # the ceiling is a budget of the tuned card's
         yield fits, f"at most {expect.per_weight} lane-instructions per weight", figure
         yield code.loop_plain_loads == 0, "no plain load in the main loop", code.loop_plain_loads
+    if expect.loads_ahead is not None:
+        fits = code.loads_ahead >= expect.loads_ahead
+        yield fits, f"at least {expect.loads_ahead} loads before the first addition", code.loads_ahead
 
 
 def _mma_fits(code: MachineCode, expect: Expect) -> bool:

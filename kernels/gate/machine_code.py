@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import subprocess
 import tempfile
@@ -50,7 +51,8 @@ class MachineCode:
 
     loop_*: the main loop, one pass of its body. per_weight: lane-instructions per weight of a product whose rows are
     one n8 operand, so that each m16n8k16 step consumes 256 weights of its warp; None without a loop of such steps.
-    dots: (rows of the second operand, operand type) of every product in Triton's own intermediate form.
+    dots: (rows of the second operand, operand type) of every product in Triton's own intermediate form. loads_ahead:
+    loads of global memory before the first addition, so those that are on their way at once.
     """
 
     mma: tuple[str, ...]
@@ -66,6 +68,7 @@ class MachineCode:
     loop_mma: int
     loop_plain_loads: int
     per_weight: float | None
+    loads_ahead: int
     float_sequence: str
 
 
@@ -138,5 +141,6 @@ def figures(instructions: list[Instruction], usage: re.Match[str], ttgir: str, s
         loop_mma=_mma_steps(loop),
         loop_plain_loads=sum(x.base == "LDG" for x in loop),
         per_weight=round(len(loop) * 32 / weights, 3) if weights else None,
+        loads_ahead=sum(x.base == "LDG" for x in itertools.takewhile(lambda x: x.base != "FADD", instructions)),
         float_sequence=hashlib.sha256(floats.encode()).hexdigest()[:16],
     )
