@@ -151,6 +151,7 @@ def load_pair(
     clock = _Clock(device)
     if device.startswith("cuda"):
         torch.backends.cuda.matmul.allow_tf32 = policy.flags.enable_tf32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch prefers it on sm_90, and it plans anew for every length
         torch.zeros(1, device=device)  # the driver's context: seconds that belong to no checkpoint
     clock.lap("device")
     checkpoint, family = _open(target_dir, "target")
