@@ -233,4 +233,7 @@ def _describe(checkpoint: Checkpoint, resident_bytes: int) -> dict[str, Any]:
     origin = checkpoint.config.get("grown_from")
     if isinstance(origin, Mapping) and isinstance(origin.get("pair"), str):
         described["origin"] = origin["pair"]  # a record must say that these are nobody's released weights
+    seeded = checkpoint.config.get("seeded_from")
+    if isinstance(seeded, Mapping) and isinstance(seeded.get("seed"), int):
+        described["seeded"] = f"random weights from seed {seeded['seed']}"
     return described

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support_engine import one_thread, random_pair_dirs
 from support_qwen35 import TINY, qwen_dirs, qwen_pair
+from support_record import record_of, run_lines
 from support_spec import HEAD, PARITY, PROBE, ROOT, check_problems, problems_of
 
 from engine.cache import LinearCache
@@ -21,6 +22,8 @@ from engine.qwen35.cache import StateCache
 from harness.protocol import Setup
 from harness.record.lines import ArmLine, CertificateLine, CheckLine, ChildLine, DecisionLine, StepLine
 from harness.record.report import check as check_record
+from harness.record.sections.context import host, not_covered
+from harness.record.sections.summary import summary
 from harness.record.speed import oracle_figures, step_figures
 from harness.record.store import read_lines
 from harness.run import RunOptions, RunOutcome, run_spec
@@ -130,6 +133,17 @@ def test_its_record_names_what_each_stage_breaks(whole: tuple[Path, RunOutcome])
     assert (base.layer, base.layer_kind, base.op) == (0, "linear", "delta rule")
     assert attention is not None
     assert (attention.layer, attention.layer_kind, attention.op[2:]) == (3, "full", "rope")
+
+
+def test_a_record_says_that_the_weights_are_random() -> None:
+    """A speed-up of random weights is a statement about their shapes; without the words it reads as the pair's."""
+    record = record_of(run_lines())
+    parts = (summary, host, not_covered)
+    assert not any("andom weights" in part(record, "stem") for part in parts)
+    target = {**record.children[0].target, "seeded": "random weights from seed 3"}
+    children = tuple(child.model_copy(update={"target": target}) for child in record.children)
+    told = record.model_copy(update={"children": children})
+    assert all("andom weights from seed 3" in part(told, "stem") for part in parts)
 
 
 def test_a_pair_of_another_kind_than_the_spec_says_is_refused() -> None:
