@@ -147,7 +147,7 @@ _REGISTRY = (
         "1",
         "TF32 in fp32 matrix products on CUDA",
         _ONCE,
-        "reaches fp32 products on CUDA only; bf16 and CPU results do not change",
+        "reaches prefill's fp32 products on CUDA, of attention and of a recurrence, whatever the model's dtype; no CPU",
     ),
     Flag(
         "MLX_USE_CUDA_GRAPHS",

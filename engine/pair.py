@@ -151,6 +151,7 @@ def load_pair(
     clock = _Clock(device)
     if device.startswith("cuda"):
         torch.backends.cuda.matmul.allow_tf32 = policy.flags.enable_tf32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch prefers it on sm_90, and it plans anew for every length
         torch.zeros(1, device=device)  # the driver's context: seconds that belong to no checkpoint
     clock.lap("device")
     checkpoint, family = _open(target_dir, "target")
@@ -232,4 +233,7 @@ def _describe(checkpoint: Checkpoint, resident_bytes: int) -> dict[str, Any]:
     origin = checkpoint.config.get("grown_from")
     if isinstance(origin, Mapping) and isinstance(origin.get("pair"), str):
         described["origin"] = origin["pair"]  # a record must say that these are nobody's released weights
+    seeded = checkpoint.config.get("seeded_from")
+    if isinstance(seeded, Mapping) and isinstance(seeded.get("seed"), int):
+        described["seeded"] = f"random weights from seed {seeded['seed']}"
     return described

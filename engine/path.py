@@ -51,14 +51,14 @@ def kernel_path(
         path[f"{mode} launches"] = "one per op" if not fused or rope != "row" else in_few if whole else "few"
     cuts = [plan_prefill(tokens, boundary, policy.flags.prefill_chunk) for tokens, boundary in prompts]
     path["prefill"] = "; ".join(" ".join(f"{part.start}..{part.stop}" for part in cut) for cut in cuts)
-    path["tf32"] = str(policy.flags.enable_tf32).lower() if cuda and dtype == "float32" else "not reached"
+    path["tf32"] = str(policy.flags.enable_tf32).lower() if cuda else "not reached"  # prefill multiplies in fp32
     return path
 
 
 def effect_note(field: str, policy: DispatchPolicy, *, cuda: bool, dtype: str) -> str:
     """Why a flag has no effect in this process, or an empty string."""
-    if field == "enable_tf32" and not (cuda and dtype == "float32"):
-        return f"no effect: {dtype} on {'CUDA' if cuda else 'a CPU'} has no TF32 products"
+    if field == "enable_tf32":  # in every dtype: prefill's attention and recurrence are fp32
+        return "" if cuda else "no effect: a CPU has no TF32 products"
     if field == "qmv_multirow_max_rows" and not policy.flags.qmv_multirow:
         return "no effect: MLXCEL_QMV_MULTIROW is off"
     if field == "use_cuda_graphs":

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support_engine import TINY, make_pair
+from support_qwen35 import qwen_pair
 from test_engine_dispatch import counting
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine.dispatch import DispatchPolicy, Stage
@@ -44,6 +47,30 @@ def test_a_flag_that_reaches_a_kernel_moves_the_path(field: str) -> None:
     assert path(dataclasses.replace(Flags(), **{field: other})) != path()
 
 
+class Products(TorchDispatchMode):
+    """Notes the dtypes of batched products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen35"])
+def test_prefill_of_a_bf16_pair_multiplies_in_fp32(family: str, target: Target) -> None:
+    """So the TF32 flag moves K/V and states of every pair on CUDA; a ledger that says otherwise misleads."""
+    loaded = target if family == "gemma4" else qwen_pair().target
+    assert loaded.dtype is torch.bfloat16
+    with Products() as seen:
+        loaded.prefill([5, 6, 7, 8], loaded.new_caches())
+    assert seen.dtypes == {torch.float32}
+    assert path(dtype="bfloat16")["tf32"] == "true"
+
+
 def test_graphs_move_launches_and_no_kernel() -> None:
     """Guards both readings of the flag: a benchmark may compare its values, and no certificate's bytes rest on it."""
     off = dataclasses.replace(Flags(), use_cuda_graphs=False)
@@ -76,7 +103,6 @@ def test_what_reaches_nothing_is_not_read_by_the_engine() -> None:
         ({"qmv_multirow": False}, {"qmv_multirow_max_rows": 1}, {}),
         ({"prefill_chunk": 512}, {"prefill_chunk": 2048}, {"prompts": ((300, 120),)}),
         ({"enable_tf32": False}, {"enable_tf32": True}, {"cuda": False}),
-        ({"enable_tf32": False}, {"enable_tf32": True}, {"dtype": "bfloat16"}),
         ({"use_cuda_graphs": False}, {}, {}),
         ({"allow_inexact": True}, {}, {}),
     ],
@@ -92,8 +118,8 @@ def test_a_flag_without_effect_here_says_why() -> None:
     """The ledger's remark; a flag that has an effect has none."""
     policy = DispatchPolicy(flags=Flags(qmv_multirow=False))
     assert effect_note("qmv_multirow_max_rows", policy, cuda=True, dtype="bfloat16").startswith("no effect: MLXCEL_QMV")
-    assert "on a CPU" in effect_note("enable_tf32", policy, cuda=False, dtype="bfloat16")
-    assert effect_note("enable_tf32", policy, cuda=True, dtype="float32") == ""
+    assert "a CPU" in effect_note("enable_tf32", policy, cuda=False, dtype="bfloat16")
+    assert effect_note("enable_tf32", policy, cuda=True, dtype="bfloat16") == ""
     assert effect_note("use_cuda_graphs", policy, cuda=True, dtype="bfloat16") == "reaches speed, no byte"
     assert effect_note("use_cuda_graphs", policy, cuda=False, dtype="bfloat16").startswith("no effect")
     assert effect_note("sdpa_large_d", policy, cuda=False, dtype="bfloat16") == ""

@@ -97,6 +97,19 @@ def test_drafting_changes_nothing_that_the_target_reads(pair: Pair) -> None:
     assert pair.drafter.draft(9, hidden, target.shared_kv(caches), 7) == first, "a second draft must see the same rows"
 
 
+def test_a_pair_on_a_gpu_leaves_attention_to_kernels_that_take_any_length() -> None:
+    """cuDNN's attention, which torch prefers on an H200, plans anew for every length: a draft of each round would wait
+    for it, and the timed runs would hold it."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with pytest.raises((RuntimeError, AssertionError)):  # no machine has such a device
+            load_pair(*qwen_dirs(), device="cuda:99")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
 def test_drafts_after_classic_steps_are_refused(pair: Pair) -> None:
     """Classic decode keeps no taps; drafting over the gap would read rows at the wrong positions."""
     target, caches = pair.target, pair.target.new_caches()

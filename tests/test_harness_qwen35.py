@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support_engine import one_thread, random_pair_dirs
 from support_qwen35 import TINY, qwen_dirs, qwen_pair
+from support_record import record_of, run_lines
 from support_spec import HEAD, PARITY, PROBE, ROOT, check_problems, problems_of
 
 from engine.cache import LinearCache
@@ -18,17 +19,23 @@ from engine.decision import DecisionMemo, hazard_reason, prepare_mtp
 from engine.errors import EngineError
 from engine.flags import Flags
 from engine.qwen35.cache import StateCache
+from harness.checks.decline import judge as judge_decline
+from harness.checks.decline import measure as measure_decline
 from harness.protocol import Setup
-from harness.record.lines import ArmLine, CertificateLine, CheckLine, ChildLine, DecisionLine, StepLine
+from harness.record.lines import ArmLine, CertificateLine, CheckLine, ChildLine, DecisionLine, DrawLine, StepLine
 from harness.record.report import check as check_record
+from harness.record.sections.context import host, not_covered
+from harness.record.sections.summary import summary
 from harness.record.speed import oracle_figures, step_figures
 from harness.record.store import read_lines
 from harness.run import RunOptions, RunOutcome, run_spec
 from harness.spec import load_spec
 from harness.spec import model as m
+from harness.spec.plan import plan
 from harness.worker import row_identity
 from harness.worker.bench import Bench
 from harness.worker.floor import kv_bytes
+from harness.worker.jobs import RUNNERS
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=4, taps=(0, 2), drafter_layers=2)
 """Three linear layers and a full one."""
@@ -130,6 +137,17 @@ def test_its_record_names_what_each_stage_breaks(whole: tuple[Path, RunOutcome])
     assert (base.layer, base.layer_kind, base.op) == (0, "linear", "delta rule")
     assert attention is not None
     assert (attention.layer, attention.layer_kind, attention.op[2:]) == (3, "full", "rope")
+
+
+def test_a_record_says_that_the_weights_are_random() -> None:
+    """A speed-up of random weights is a statement about their shapes; without the words it reads as the pair's."""
+    record = record_of(run_lines())
+    parts = (summary, host, not_covered)
+    assert not any("andom weights" in part(record, "stem") for part in parts)
+    target = {**record.children[0].target, "seeded": "random weights from seed 3"}
+    children = tuple(child.model_copy(update={"target": target}) for child in record.children)
+    told = record.model_copy(update={"children": children})
+    assert all("andom weights from seed 3" in part(told, "stem") for part in parts)
 
 
 def test_a_pair_of_another_kind_than_the_spec_says_is_refused() -> None:
@@ -272,6 +290,32 @@ def test_the_committed_specs_expect_the_hazard_word_by_word(name: str) -> None:
     spec = load_spec(ROOT / "specs" / f"{name}.yaml").spec
     (check,) = (check for check in spec.checks if isinstance(check, m.Decline) and check.gate == "hazard")
     assert check.expect_reason == VERBATIM
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_committed_hazard_check_end_to_end(holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the committed spec to the judgement, on a pair with its head_dim; only "is this CUDA?" is answered for it.
+
+    It runs on a GPU alone, so without this its first run would be the one that is wanted for a record.
+    """
+    (case,) = (case for case in plan(load_spec(ROOT / "specs" / "qwen35_4b_seeded.yaml")) if "hazard" in case.id)
+    real = hazard_reason
+    monkeypatch.setattr("engine.decision.hazard_reason", lambda config, cuda, flags: real(config, holds, flags))
+    target, drafter = map(str, qwen_dirs(dataclasses.replace(SMALL, head_dim=256)))
+    lines: list[Any] = []
+    out: Any = SimpleNamespace(case=case.id, line=lines.append, progress=lambda *_: None)
+    with one_thread():
+        bench = Bench(Setup(target=target, drafter=drafter, kind="dflash"))
+        context: Any = SimpleNamespace(job=lambda case, kind, **args: RUNNERS[kind](bench, args, out))
+        measure_decline(case, context)
+    judgement = judge_decline(case, lines, lines)
+    if holds:
+        assert judgement.outcome == "declined"
+        assert judgement.reason == f"{VERBATIM}; classic output of 1 prompts is unchanged"
+        assert not [line for line in lines if isinstance(line, DrawLine)], "nothing is probed"
+    else:
+        assert judgement.outcome == "fail"
+        assert judgement.reason.startswith("declines: expected MTP declined, found MTP engaged")
 
 
 def test_the_hazard_gate_leaves_the_decision_to_the_probe_where_its_predicate_does_not_hold() -> None:

@@ -106,6 +106,8 @@ def test_a_seeded_pair_loads_probes_and_is_the_same_again(tmp_path: Path) -> Non
         assert 0.5 < logits.float().std().item() < 5
         decision, _ = prepare_mtp(pair, 4, draws=(8,), walk=False)
     assert decision.engaged
+    stated = [pair.info[role]["seeded"] for role in ("target", "drafter")]
+    assert stated == ["random weights from seed 7"] * 2, "its record must say whose weights these are"
 
 
 def test_the_seeded_shapes_are_the_ones_that_the_spec_expects() -> None:

@@ -75,7 +75,8 @@ def write_pair(out: Path, shape: QwenNano, seed: int, name: str = NAME) -> tuple
             tensors |= _packed(stored, size, 1.5 if key.startswith("embed") else 1.0, generator)
         else:
             tensors[stored] = _vector(key, size, generator).bfloat16()
-    _write(target, shape.target_config(), tensors)
+    seeded = {"seeded_from": {"seed": seed}}
+    _write(target, shape.target_config() | seeded, tensors)
     for file in TEXT_FILES:
         shutil.copy(NANO / file, target / file)
     draft_shapes = drafter_tensors(parse_drafter_config(shape.drafter_config()))
@@ -83,7 +84,7 @@ def write_pair(out: Path, shape: QwenNano, seed: int, name: str = NAME) -> tuple
         key: (_vector(key, size, generator) if len(size) == 1 else _noise(size, generator) / size[-1] ** 0.5).bfloat16()
         for key, size in sorted(draft_shapes.items())
     }
-    _write(drafter, shape.drafter_config(), draft)
+    _write(drafter, shape.drafter_config() | seeded, draft)
     return target, drafter
 
 

@@ -1,4 +1,5 @@
-"""What the gate compiles: every public op of the verify path at the shapes of Gemma 4 12B, 31B and the 12B's drafter.
+"""What the gate compiles: every public op of the verify path at the shapes of Gemma 4 12B, 31B and the 12B's drafter,
+and the second family's (`qwen35`).
 
 Tensors are uninitialised CPU memory: wrappers check them, Triton specializes on them, nobody touches their bytes.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import argmax, draft_rows, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels.gate import qwen35
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
@@ -86,7 +88,7 @@ def position() -> Tensor:
 
 def gate_entries() -> list[Entry]:
     """All entries; a kernel that only one shape needs appears with that shape."""
-    return [*_products(), *_row_ops(), *_draft_ops(), *_plain_ops(), *_attention()]
+    return [*_products(), *_row_ops(), *_draft_ops(), *_plain_ops(), *_attention(), *qwen35.entries()]
 
 
 def _products() -> Iterator[Entry]:

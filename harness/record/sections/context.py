@@ -40,7 +40,7 @@ def _model_words(model: dict[str, Any]) -> str:
     hashes: dict[str, Any] = fingerprint if isinstance(fingerprint, dict) else {"sha256": fingerprint}
     parts = [str(model[key]) for key in ("name", "quantization") if model.get(key)]
     parts += [f"{model['bytes'] / 1e6:.1f} MB loaded"] if isinstance(model.get("bytes"), int) else []
-    parts += [str(model["origin"]).rstrip(".")] if model.get("origin") else []
+    parts += [str(model[key]).rstrip(".") for key in ("origin", "seeded") if model.get(key)]
     words = {"sha256": "SHA-256", "index_sha256": "index SHA-256", "config_sha256": "config SHA-256"}
     for key, word in {**words, "text_sha256": "tokenizer and template SHA-256"}.items():
         parts += [f"{word} {hashes[key][:12]}"] if isinstance(hashes.get(key), str) else []
@@ -98,6 +98,8 @@ def not_covered(record: Record, stem: str) -> str:
     lines += [f"- {cell(name.rpartition('::')[2])}: not run" for name in record.not_run]
     if origin := next((str(child.target["origin"]) for child in record.children if child.target.get("origin")), ""):
         lines.append(f"- Released weights: {cell(origin)} Shapes and cost are the real model's, text is nano's.")
+    if seeded := next((str(child.target["seeded"]) for child in record.children if child.target.get("seeded")), ""):
+        lines.append(f"- Released weights, and with them acceptance and speed-up: these are {cell(seeded)}.")
     arms = [arm for case in record.cases for arm in case.arms]
     kernels = any(case.kernel is not None for case in record.cases)
     if kernels:

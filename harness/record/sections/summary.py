@@ -37,6 +37,11 @@ def _warnings(record: Record) -> list[str]:
         found.append(
             f"> **{cell(origin.rstrip('.'))}**: shapes and cost are the real model's, text is the nano pair's."
         )
+    if seeded := next((str(child.target["seeded"]) for child in record.children if child.target.get("seeded")), ""):
+        found.append(
+            f"> **{cell(seeded.capitalize())}**: bytes, decisions and step costs are the shapes'; the text means "
+            "nothing, so drafts miss and rounds lose. Acceptance and speed-up say nothing of a trained pair."
+        )
     if not record.complete:
         done, total = sum(case.finished for case in record.cases), len(record.cases) + len(record.not_run)
         found.append(
