@@ -21,6 +21,7 @@ from kernels.embed import dense_rows, embed_rows
 from kernels.fused_norms import norm_rows, residual_norm_rows
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
+from kernels.products import Squared, gated_product, product, sums_of
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
 from kernels.rmsnorm import rmsnorm
@@ -90,12 +91,20 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], firs
     return sdpa_rows(q.contiguous(), k, v, spans, first)
 
 
-def _product(x: Rows, w: Linear, rows: int) -> Tensor:
-    return qmv(x, w.operand, rows)
+def _product(x: Rows, w: Linear, rows: int) -> Tensor | Squared:
+    return product(x, w.operand, rows)
 
 
-def _product_rows(x: Rows, w: Linear, rows: int) -> Tensor:
-    return qmv_rows(x, w.operand, rows)
+def _product_rows(x: Rows, w: Linear, rows: int) -> Tensor | Squared:
+    return product(x, w.operand, rows, per_row=True)
+
+
+def _gated(x: Rows, w: Linear, rows: int, following: Linear, fused: bool) -> Rows:
+    return gated_product(x, w.operand, rows, following.operand.bits, fused)
+
+
+def _gated_rows(x: Rows, w: Linear, rows: int, following: Linear, fused: bool) -> Rows:
+    return gated_product(x, w.operand, rows, following.operand.bits, fused, per_row=True)
 
 
 def _embed(head: Linear, ids: Tensor, scale: Tensor, rows: int) -> Tensor:
@@ -107,7 +116,7 @@ def _norm(h: Tensor, weight: Tensor, eps: float, rows: int, following: Linear) -
 
 
 def _heads(
-    partials: Tensor,
+    partials: Tensor | Squared,
     norm_heads: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -121,7 +130,7 @@ def _heads(
     width = shape.head_dim
     k, v, ring = (None, None, 1) if kv is None else (kv[0], kv[1], kv.shape[2])
     return head_norms_rope(
-        partials,
+        sums_of(partials),
         norm_heads,
         cos.view(-1, width),
         sin.view(-1, width),
@@ -148,7 +157,7 @@ def _attend(
 
 
 def _residual(
-    partials: Tensor,
+    partials: Tensor | Squared,
     h: Tensor,
     post_norm: Tensor,
     scalar: Tensor | None,
@@ -158,18 +167,29 @@ def _residual(
     following: Linear,
     normed: Tensor | None,
 ) -> tuple[Tensor, Rows]:
-    bits = following.operand.bits
-    out, packed = residual_norm_rows(partials, h, post_norm, scalar, next_norm, eps, rows, bits, normed=normed)
+    squares = partials.squares if isinstance(partials, Squared) else None
+    out, packed = residual_norm_rows(
+        sums_of(partials),
+        h,
+        post_norm,
+        scalar,
+        next_norm,
+        eps,
+        rows,
+        following.operand.bits,
+        normed=normed,
+        squares=squares,
+    )
     assert packed is not None
     return out, packed
 
 
-def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool) -> Rows:
-    return geglu_rows(partials, rows, following.operand.bits, fused)
+def _geglu(partials: Tensor | Squared, rows: int, following: Linear, fused: bool) -> Rows:
+    return geglu_rows(sums_of(partials), rows, following.operand.bits, fused)
 
 
-def _head(partials: Tensor, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
-    logits = None
+def _head(partials: Tensor | Squared, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
+    logits, partials = None, sums_of(partials)
     if with_logits:
         logits = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
     ids, _ = head_argmax(partials, rows, cap, logits=logits)
@@ -180,7 +200,8 @@ def _pack(x: Tensor, rows: int, following: Linear) -> Rows:
     return pack_rows(x, following.operand.bits, rows)
 
 
-def _sum(partials: Tensor, rows: int) -> Tensor:
+def _sum(partials: Tensor | Squared, rows: int) -> Tensor:
+    partials = sums_of(partials)
     out = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
     return sum_partials(partials, rows, out)
 
@@ -198,6 +219,8 @@ FUSED = FusedOps(
     pack=_pack,
     sum=_sum,
     accept=accept_rows,
+    gated=_gated,
+    gated_rows=_gated_rows,
 )
 
 KERNELS = Kernels(

@@ -89,6 +89,8 @@ def fused_ops(table: Tensor) -> FusedOps:
         pack=lambda x, rows, following: x,
         sum=lambda partials, rows: partials,
         accept=accept,
+        gated=lambda x, w, rows, following, fused: _geglu(reference.linear(x, w, rows), fused),
+        gated_rows=lambda x, w, rows, following, fused: _geglu(reference.linear_rows(x, w, rows), fused),
     )
 
 
