@@ -13,9 +13,11 @@ GROUP = 64
 PROGRAMS = 800
 """Programs that the default aims for: about six on each of 132 multiprocessors."""
 
-Finish = Literal["no", "sum", "squares", "gated"]
+Finish = Literal["no", "sum", "squares", "gated", "gated late"]
 """What the last program of a tile does with the tile's partial sums: leave them to the consumer; add them; add them and
-also leave the sum of squares, for a norm behind o or down; finish gate and up through GeGLU, where they follow."""
+also leave the sum of squares, for a norm behind o or down; take gate and up through GeGLU, so that the next launch is
+down's product. Late: that one is released by the end of this one's programs, since a product whose programs are placed
+while others still hold the card ends up unevenly spread (decision 8)."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def gated_product(x: Rows, weight: PackedWeight, rows: int, bits: int, fused: bo
         sums = qmv_rows(x, weight, rows) if per_row else qmv(x, weight, rows)
         return geglu_rows(sums, rows, bits, fused)
     out = new_rows(weight.out_features // 2, bits, x.values.device)
-    multiply(x, weight, rows, per_row, Ending(rows=out, fused=fused))
+    multiply(x, weight, rows, per_row, Ending(rows=out, fused=fused, late=weight.shape.finish == "gated late"))
     return out
 
 
@@ -57,4 +57,4 @@ def _gates(weight: PackedWeight) -> bool:
     """Whether gate_up's own programs may finish GeGLU: a tile of gate has a tile of up, and both are whole groups."""
     tile = weight.shape.tile
     whole = tile % GROUP == 0 and weight.out_features % (2 * tile) == 0
-    return weight.shape.finish == "gated" and whole and weight.codes.shape[0] <= MOST_TILES
+    return weight.shape.finish in ("gated", "gated late") and whole and weight.codes.shape[0] <= MOST_TILES

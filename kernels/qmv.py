@@ -65,13 +65,14 @@ class Ending:
     """Where the last program of a tile puts what it finishes, instead of leaving partial sums.
 
     sums fp32 [1, 8, N], and squares fp32 [8, tiles] where a norm follows; or rows, what GeGLU makes of gate and up,
-    with one rounding (fused) or one per op.
+    with one rounding (fused) or one per op. late: the next launch is released by the end of the programs alone.
     """
 
     sums: Tensor | None = None
     squares: Tensor | None = None
     rows: Rows | None = None
     fused: bool = False
+    late: bool = False
 
 
 def qmv(x: Rows, weight: PackedWeight, rows: int = SLOTS, out: Tensor | None = None) -> Tensor:
@@ -167,6 +168,7 @@ def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor, 
         STAGES=shape.stages,
         GATED_BITS=0 if gated is None else gated.bits,
         FUSED=ending is not None and ending.fused,
+        RELEASE=ending is None or not ending.late,
         **launch_options(x.values.device, shape.warps, shape.stages),
     )
 
@@ -217,6 +219,7 @@ def _qmv(
     STAGES: tl.constexpr,
     GATED_BITS: tl.constexpr,
     FUSED: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     STORED: tl.constexpr = 32 if BITS == 4 else 64
     tile = tl.program_id(0)
@@ -262,7 +265,7 @@ def _qmv(
                 acc = tl.fma(tl.broadcast_to(bias[:, None], (TILE, 8)), tl.broadcast_to(sums[None, :], (TILE, 8)), acc)
     # The next launch may start now: its programs wait for this one's stores before they read, and starting them
     # earlier was slower, since they take room from programs that still stream.
-    release_consumers()
+    release_consumers(RELEASE)
     stored = (slot >= first) & (slot < first + count)
     if counters_ptr is None:
         n = tile * TILE + row

@@ -127,7 +127,7 @@ def _finish(width: int, features: int, bits: int, shape: LaunchShape, m: int) ->
     x = rows.new_rows(width, bits, torch.device("cpu"))
     weight = _matrix(width, features, bits, shape)
     for per_row in (False, True):
-        if shape.finish == "gated":
+        if shape.finish.startswith("gated"):
             products.gated_product(x, weight, m, bits, True, per_row)
         else:
             products.product(x, weight, m, per_row)
