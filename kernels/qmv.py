@@ -91,7 +91,7 @@ def qmv_rows(x: Rows, weight: PackedWeight, rows: int = SLOTS, out: Tensor | Non
 
 def multiply(x: Rows, weight: PackedWeight, rows: int, per_row: bool, ending: Ending) -> None:
     """A product that finishes its sums, in one launch or in one per row; rows from `rows` on are left as they were."""
-    check_rows(x, weight, rows)
+    _check_rows(x, weight, rows)
     shape = weight.shape
     tiles = weight.codes.shape[0]
     if tiles > MOST_TILES:
@@ -100,7 +100,7 @@ def multiply(x: Rows, weight: PackedWeight, rows: int, per_row: bool, ending: En
     _launches(x, weight, rows, per_row, parts, ending)
 
 
-def check_rows(x: Rows, weight: PackedWeight, rows: int) -> None:
+def _check_rows(x: Rows, weight: PackedWeight, rows: int) -> None:
     """ValueError unless x fits the matrix and a launch takes so many rows."""
     if x.width != weight.in_features or x.bits != weight.bits:
         raise ValueError(
@@ -118,7 +118,7 @@ def finishes(weight: PackedWeight) -> bool:
 
 
 def _sums(x: Rows, weight: PackedWeight, rows: int, out: Tensor | None, per_row: bool) -> Tensor:
-    check_rows(x, weight, rows)
+    _check_rows(x, weight, rows)
     finish = finishes(weight)
     shape = (1 if finish else weight.shape.split, SLOTS, weight.out_features)
     if out is None:
