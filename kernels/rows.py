@@ -90,12 +90,13 @@ def sum_partials(partials: Tensor, rows: int = SLOTS, out: Tensor | None = None)
 
 @triton.jit
 def store_rows(values_ptr, sums_ptr, scales_ptr, x, group, m, K, valid, BITS: tl.constexpr):
-    """Store groups of row m: x fp32 [G, 64] of bf16 values, group int32 [G], valid bool [G]; K is the row's width."""
+    """Store groups of row m, or of rows m int32 [G]: x fp32 [G, 64] of bf16 values, group int32 [G], valid bool [G]; K
+    is the row's width."""
     column = tl.arange(0, 64)
     place = column
     if BITS == 4:
         place = (column % 2) * 32 + column // 2
-    at = m * K + group[:, None] * 64 + place[None, :]
+    at = (m * K + group * 64)[:, None] + place[None, :]
     if BITS == 8:
         exponent = half_exponent(x, 1)
         tl.store(values_ptr + at, (x * power_of_two(exponent)[:, None]).to(tl.float16), mask=valid[:, None])
