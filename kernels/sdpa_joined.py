@@ -1,9 +1,8 @@
 """Large tiles with a running maximum: `running_values` as a launch of its own, or all of attention in one, `joined`.
 
-In `joined` a program draws a number and does that piece of work: first the weights of blocks, then the values of
-chunks, then the totals of rows. It waits at a counter for the pieces it reads, all of smaller numbers, so what it waits
-for has begun. No launch ends in between, and the memory is never idle. Same arithmetic, in the same order, as in three
-launches.
+In `joined` a program draws a number and does that piece of work: the weights of a block, the values of a chunk, a part
+of a row's total. It waits at a counter for the pieces it reads, all of smaller numbers, so what it waits for has begun.
+No launch ends in between, so the memory need not be idle. Same arithmetic, in the same order, as in three launches.
 """
 
 from __future__ import annotations
@@ -61,22 +60,58 @@ def await_pieces(counter_ptr, pieces):
 
 
 @triton.jit
+def split_piece(piece, of_blocks, of_values, chunks, lag):
+    """(block's piece or -1, value's piece or -1, total's piece or -1): the blocks of `lag` chunks, the blocks of the
+    others with the values of the chunk `lag` before in turns, the values that are left, and the totals.
+
+    of_blocks, of_values: pieces of one chunk. lag: 1 to chunks; with chunks, all blocks come first.
+    """
+    later = piece - lag * of_blocks
+    both = of_blocks + of_values
+    mixed = (chunks - lag) * both
+    step, place = later // both, later % both
+    mid = (later >= 0) & (later < mixed)
+    block = tl.where(later < 0, piece, tl.where(mid & (place < of_blocks), (lag + step) * of_blocks + place, -1))
+    rest = later - mixed
+    tail = (rest >= 0) & (rest < lag * of_values)
+    value = tl.where(mid & (place >= of_blocks), step * of_values + place - of_blocks, -1)
+    value = tl.where(tail, (chunks - lag) * of_values + rest, value)
+    return block, value, tl.maximum(rest - lag * of_values, -1)
+
+
+@triton.jit
 def pieces_seen(begin, end, newest, oldest, SIZE: tl.constexpr):
     """Blocks or chunks between two of their boundaries that a row of the tile sees."""
     return tl.maximum(tl.minimum(newest, end - 1) // SIZE - tl.maximum(oldest, begin) // SIZE + 1, 0)
 
 
 @triton.jit
+def wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Which keys that some rows see and others do not, at most 7 at either end, hold a value that is not finite: bits
+    from eldest + 1 and from oldest on.
+
+    0 * NaN is NaN. Such keys leave the product, and come back through the weights of the rows that see them.
+    """
+    ahead = 0
+    behind = 0
+    if (newest > eldest) & (newest >= begin) & (eldest + 1 < begin + CHUNK):
+        ahead = not_finite(v_ptr, eldest + 1, newest + 1, begin, CHUNK, ring, origin, D)
+    if newest - window >= tl.maximum(oldest, begin):
+        behind = not_finite(v_ptr, oldest, newest - window + 1, begin, CHUNK, ring, origin, D)
+    return ahead, behind
+
+
+@triton.jit
 def store_chunk(
     v_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr, base, begin, tile, kv_head, columns, at_chunk,
-    leading, sane, rows, window, ring, origin, blocks, held_blocks, held_chunks,
+    leading, sane, ahead, behind, rows, window, ring, origin, blocks, held_blocks, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk's weights times its values at these columns of the head, block by block under a running maximum.
 
-    v_ptr: of this KV head. `sane` is False for a chunk whose weights never came: its sums are NaN, as are those of a
-    row whose last block was not launched.
+    v_ptr: of this KV head. ahead, behind: its wild keys. `sane` is False for a chunk whose weights never came: its
+    sums are NaN, as are those of a row whose last block was not launched.
     """
     PER_TILE: tl.constexpr = SLOTS // GROUP
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
@@ -111,14 +146,6 @@ def store_chunk(
             acc = tl.fma(product, tl.broadcast_to(scale[:, None], (SLOTS, PART)), acc * alpha[:, None])
             m = top
     else:
-        # 0 * NaN is NaN. Keys that some rows see and others do not (at most 7 at either end) leave the product where
-        # their value is not finite, and come back through the weights of the rows that see them.
-        ahead = 0
-        behind = 0
-        if (newest > eldest) & (newest >= begin) & (eldest + 1 < begin + CHUNK):
-            ahead = not_finite(v_ptr, eldest + 1, newest + 1, begin, CHUNK, ring, origin, D)
-        if newest - window >= tl.maximum(oldest, begin):
-            behind = not_finite(v_ptr, oldest, newest - window + 1, begin, CHUNK, ring, origin, D)
         nothing = to_bf16(tl.full([SLOTS, INNER], float("nan"), tl.float32))
         # Only the blocks that some row of the tile sees and that were launched: others would change nothing.
         from_block = tl.maximum(oldest - begin, 0) // BLOCK * BLOCK
@@ -168,14 +195,16 @@ def running_values(
     tile, kv_head, part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     wait_for_producers()
     base = tl.load(position_ptr)
-    _, newest, oldest = reach(base, tile, rows, window, PER_TILE)
+    eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
     if (begin > newest) | (begin + CHUNK <= oldest):
         return
+    v_ptr += kv_head.to(tl.int64) * head_slots * D
+    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
     store_chunk(
-        v_ptr + kv_head.to(tl.int64) * head_slots * D, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr,
+        v_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr,
         base, begin, tile, kv_head, part * PART + tl.arange(0, PART), tl.program_id(2), part == 0, begin >= 0,
-        rows, window, ring, origin, blocks, held_blocks, held_chunks,
+        ahead, behind, rows, window, ring, origin, blocks, held_blocks, held_chunks,
         HEADS, GROUP, D, SLOTS, BLOCK, ROWS, CHUNK, INNER, PART, STAGES,
     )  # fmt: skip
 
@@ -183,7 +212,7 @@ def running_values(
 @triton.jit
 def do_block(
     here, q_ptr, k_ptr, block_state_ptr, weights_ptr, chunks_ptr, base,
-    rows, window, ring, origin, head_slots, chunks, held_blocks, tiles,
+    rows, window, ring, origin, head_slots, blocks, chunks, held_blocks, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +222,7 @@ def do_block(
     tile, kv_head, number = here % tiles, here // tiles % GROUPS, here // (tiles * GROUPS)
     _, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, BLOCK) + number) * BLOCK
-    if (begin <= newest) & (begin + BLOCK > oldest):
+    if (begin <= newest) & (begin + BLOCK > oldest) & (number < blocks):
         slot = tl.arange(0, SLOTS)
         row = tile * PER_TILE + slot // GROUP
         pair = row * HEADS + kv_head * GROUP + slot % GROUP
@@ -223,16 +252,18 @@ def do_chunk(
     PARTS: tl.constexpr = D // PART
     tile, head_part, number = here % tiles, here // tiles % (GROUPS * PARTS), here // (tiles * GROUPS * PARTS)
     kv_head, part = head_part // PARTS, head_part % PARTS
-    _, newest, oldest = reach(base, tile, rows, window, PER_TILE)
+    eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + number) * CHUNK
     if (begin <= newest) & (begin + CHUNK > oldest):
         end = tl.minimum(begin + CHUNK, (first_of(base, window, BLOCK) + blocks) * BLOCK)
         wanted = pieces_seen(begin, end, newest, oldest, BLOCK)
+        v_ptr += kv_head.to(tl.int64) * head_slots * D
+        ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
         sane = await_pieces(chunks_ptr + (tile * GROUPS + kv_head) * chunks + number, wanted)
         store_chunk(
-            v_ptr + kv_head.to(tl.int64) * head_slots * D, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr,
+            v_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr,
             base, begin, tile, kv_head, part * PART + tl.arange(0, PART), number, part == 0, sane,
-            rows, window, ring, origin, blocks, held_blocks, held_chunks,
+            ahead, behind, rows, window, ring, origin, blocks, held_blocks, held_chunks,
             HEADS, GROUP, D, SLOTS, BLOCK, ROWS, CHUNK, INNER, PART, STAGES,
         )  # fmt: skip
         signal(tiles_ptr + (tile * GROUPS + kv_head) * PARTS + part)
@@ -276,49 +307,48 @@ def do_total(
 @triton.jit(
     do_not_specialize=[
         "rows", "window", "ring", "origin", "head_slots", "blocks", "chunks", "held_blocks", "held_chunks", "tiles",
-        "out_features",
+        "lag", "out_features",
     ]
 )  # fmt: skip
 def joined(
     q_ptr, k_ptr, v_ptr, position_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr, counters_ptr,
     values_ptr, sums_ptr, scales_ptr,
-    rows, window, ring, origin, head_slots, blocks, chunks, held_blocks, held_chunks, tiles, out_features,
+    rows, window, ring, origin, head_slots, blocks, chunks, held_blocks, held_chunks, tiles, lag, out_features,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     BLOCK_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All of attention; the grid is all pieces: tiles x KV heads x blocks, tiles x KV heads x parts x chunks, and
-    rows x heads x (D / WIDTH).
+    """All of attention; the grid is all pieces: tiles x KV heads x (blocks and parts of a chunk) x chunks, and rows x
+    heads x (D / WIDTH), in the order of `split_piece`.
 
     counters int32 are zero before and after. There is no early release: whoever follows would take up the room of
     pieces that are still to begin.
     """
     GROUPS: tl.constexpr = HEADS // GROUP
-    PARTS: tl.constexpr = D // PART
     wait_for_producers()
     piece = draw(counters_ptr)
     base = tl.load(position_ptr)
-    of_blocks = tiles * GROUPS * blocks
-    of_chunks = tiles * GROUPS * PARTS * chunks
     chunks_ptr = counters_ptr + COUNTERS  # blocks done, of each (tile, KV head, chunk)
     tiles_ptr = chunks_ptr + tiles * GROUPS * chunks  # chunks done, of each (tile, KV head, part)
-    if piece < of_blocks:
+    block, value, total = split_piece(
+        piece, tiles * GROUPS * (CHUNK // BLOCK), tiles * GROUPS * (D // PART), chunks, lag
+    )
+    if block >= 0:
         do_block(
-            piece, q_ptr, k_ptr, block_state_ptr, weights_ptr, chunks_ptr, base,
-            rows, window, ring, origin, head_slots, chunks, held_blocks, tiles,
+            block, q_ptr, k_ptr, block_state_ptr, weights_ptr, chunks_ptr, base,
+            rows, window, ring, origin, head_slots, blocks, chunks, held_blocks, tiles,
             HEADS, GROUP, D, SLOTS, ROWS, BLOCK, STEP, CHUNK, BLOCK_STAGES,
         )  # fmt: skip
-    elif piece < of_blocks + of_chunks:
+    elif value >= 0:
         do_chunk(
-            piece - of_blocks, v_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr, chunks_ptr, tiles_ptr,
+            value, v_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr, chunks_ptr, tiles_ptr,
             base, rows, window, ring, origin, head_slots, blocks, chunks, held_blocks, held_chunks, tiles,
             HEADS, GROUP, D, SLOTS, ROWS, BLOCK, CHUNK, INNER, PART, STAGES,
         )  # fmt: skip
     else:
         do_total(
-            piece - of_blocks - of_chunks, chunk_state_ptr, acc_ptr, counters_ptr, tiles_ptr,
-            values_ptr, sums_ptr, scales_ptr, base,
-            rows, window, chunks, held_chunks, out_features, tiles * GROUPS * (chunks + PARTS) + COUNTERS,
+            total, chunk_state_ptr, acc_ptr, counters_ptr, tiles_ptr, values_ptr, sums_ptr, scales_ptr, base,
+            rows, window, chunks, held_chunks, out_features, tiles * GROUPS * (chunks + D // PART) + COUNTERS,
             HEADS, GROUP, D, SLOTS, ROWS, CHUNK, PART, TILE, WIDTH, BITS,
         )  # fmt: skip

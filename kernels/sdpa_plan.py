@@ -19,7 +19,8 @@ class Plan:
     a launch of their own, block: its keys a program, whole ones to a chunk; step: elements of a head that it takes at
     once; part: elements of a head that a program of the values writes. warps and stages of all; block_stages, where
     not 0, of the weights' loop. running: a chunk's values under a running maximum; joined: those, with the weights and
-    the totals, in one launch that has the bytes of three. registers: most of a thread, where not 0.
+    the totals, in one launch that has the bytes of three; there values follow `lag` chunks behind the weights, or all
+    of them for 0. registers: most of a thread, where not 0.
     """
 
     slots: int
@@ -34,6 +35,7 @@ class Plan:
     running: bool = False
     joined: bool = False
     registers: int = 0
+    lag: int = 0
 
     def __post_init__(self) -> None:
         if self.joined > self.running or self.running > bool(self.block):

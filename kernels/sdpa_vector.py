@@ -299,7 +299,7 @@ def _everything(
     tiles, groups, blocks, chunks = grid
     rows, heads, width = place[0], shape["HEADS"], shape["D"]
     part, piece = min(plan.part, width), min(COMBINE_WIDTH, plan.part, width)
-    pieces = tiles * groups * (blocks + width // part * chunks) + rows * heads * (width // piece)
+    pieces = tiles * groups * (plan.chunk // plan.block + width // part) * chunks + rows * heads * (width // piece)
     joined[(pieces,)](
         q,
         k,
@@ -317,6 +317,7 @@ def _everything(
         scratch.weights.shape[2],
         scratch.acc.shape[0],
         tiles,
+        min(plan.lag, chunks) or chunks,
         out_features,
         **shape,
         BLOCK=plan.block,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from kernels import MAX_ROWS, reference, sdpa_plan, sdpa_vector
 from kernels.rows import pack_rows
+from kernels.sdpa_joined import split_piece
 from kernels.testing import same_bytes
+from tools import tune_sdpa
 
 # ||found - exact|| / ||exact||, of which the rounding of the output is 1.7e-3 and that of the weights to bf16 the rest
 ATTENTION_ERROR = 4e-3
@@ -36,7 +39,7 @@ JOINED = dataclasses.replace(SPLIT, plan=JOINED_PLAN)
 """All of it in one launch: chunks of two blocks, a block in two steps."""
 RUNNING = dataclasses.replace(SPLIT, plan=dataclasses.replace(JOINED_PLAN, joined=False))
 JOINED_TILES = dataclasses.replace(
-    TWO_TILES, plan=dataclasses.replace(JOINED_PLAN, chunk=32, block=16, step=32, part=32, block_stages=3)
+    TWO_TILES, plan=dataclasses.replace(JOINED_PLAN, chunk=32, block=16, step=32, part=32, block_stages=3, lag=1)
 )
 FAR = scene(heads=2, groups=1, width=16, window=40, length=112, start=1984, seed=6)
 """Chunks 62 to 65: the combine's tiles of 64 chunks meet at position 2048."""
@@ -65,7 +68,7 @@ OTHERS = {
     "split": (SPLIT, 57, 8),
     "split-window-edge": (SPLIT, 38, 4),
     "split-wrap": (SPLIT, 91, 5),
-    "joined": (JOINED, 57, 8),
+    "joined": (JOINED, 58, 4),
     "joined-window-edge": (JOINED, 38, 3),
     "joined-wrap": (JOINED, 91, 5),
     "joined-two-tiles": (JOINED_TILES, 28, 6),
@@ -105,7 +108,7 @@ def test_a_row_whose_last_block_was_not_launched_is_nan(history: Scene) -> None:
 @nan_arithmetic
 def test_a_piece_that_never_comes_makes_nan(tmp_path: Path) -> None:
     """A program that waits in vain gives up, and says so in the row: a GPU must not hang, nor a row be a guess."""
-    module = mutant(tmp_path, "no_blocks", [("if piece < of_blocks:", "if piece < 0:")])
+    module = mutant(tmp_path, "no_blocks", [("(number < blocks)", "(number < 0)")])
     assert JOINED.call(20, 2, module=module)[:2].isnan().all()
 
 
@@ -460,6 +463,86 @@ def test_exp2_of_nothing() -> None:
     assert out.tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
+@triton.jit(do_not_specialize=["of_blocks", "of_values", "chunks", "lag"])
+def _order(out_ptr, of_blocks, of_values, chunks, lag):
+    piece = tl.program_id(0)
+    block, value, total = split_piece(piece, of_blocks, of_values, chunks, lag)
+    tl.store(out_ptr + piece * 3, block)
+    tl.store(out_ptr + piece * 3 + 1, value)
+    tl.store(out_ptr + piece * 3 + 2, total)
+
+
+@pytest.mark.parametrize(("of_blocks", "of_values", "chunks", "lag"), [(2, 3, 4, 1), (2, 3, 4, 3), (4, 1, 3, 3)])
+def test_a_piece_waits_for_smaller_numbers_only(of_blocks: int, of_values: int, chunks: int, lag: int) -> None:
+    """A program that waits for one with a larger number may keep it from ever starting: a GPU would hang."""
+    totals = 2
+    out = torch.full((chunks * (of_blocks + of_values) + totals, 3), -7, dtype=torch.int32, device=DEVICE)
+    _order[(len(out),)](out, of_blocks, of_values, chunks, lag)
+    done: list[list[int]] = [[], [], []]
+    for piece in out.tolist():
+        (kind,) = (kind for kind, index in enumerate(piece) if index >= 0)
+        done[kind].append(piece[kind])
+        if kind == 1:
+            assert set(range((piece[1] // of_values + 1) * of_blocks)) <= set(done[0])
+        if kind == 2:
+            assert len(done[1]) == chunks * of_values
+    assert done == [list(range(count)) for count in (chunks * of_blocks, chunks * of_values, totals)]
+
+
+@pytest.mark.parametrize("name", tune_sdpa.LAYERS)
+def test_what_the_tuner_tries_can_be_launched(name: str) -> None:
+    """Whole parts of a head, whole blocks to a chunk, a group in a tile, no plan twice, the one in use first."""
+    layer = tune_sdpa.LAYERS[name]
+    found = tune_sdpa.candidates(layer)
+    assert found[0] == sdpa_plan.PLANS[layer.shape]
+    assert len({tune_sdpa.words(plan) for plan in found}) == len(found) > 3
+    for plan in found:
+        assert plan.chunk % plan.inner == 0
+        assert plan.slots >= layer.shape[1]
+        if plan.block:
+            assert plan.chunk % plan.block == plan.block % plan.inner == 0
+            assert layer.width % plan.part == layer.width % plan.step == 0
+            assert plan.part >= sdpa_vector.COMBINE_WIDTH
+
+
+def test_the_tuner_refuses_a_plan_that_rows_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast plan is worth nothing when a block's rows have other bytes: the check must pass what is right alone."""
+    layer, plan = tune_sdpa.Layer(2, 1, 16, None, (20,)), sdpa_plan.Plan(16, chunk=16, inner=16, warps=4, stages=2)
+    bench = tune_sdpa.Bench(layer, 20, rotated=0, device=DEVICE)
+    found = bench.call(plan, bench.scratch(plan), 1, row=2)
+    assert relative_error(found[0], bench.exact[2]) < ATTENTION_ERROR
+    right = bench.exact.clone()
+    cases = {
+        "None": (1.0, 1.0),
+        "of 8 at 20 has not its one-row call's bytes": (1.0, 1.01),
+        "error 1.0e-02": (1.01, 1.01),
+    }
+    for message, factors in cases.items():
+
+        def attention(*operands: Any, factors: tuple[float, float] = factors, **_: Any) -> Tensor:
+            first, rows = int(operands[3]) - 20, operands[4]
+            return (right.roll(-first, 0) * factors[rows == 8]).bfloat16()
+
+        monkeypatch.setattr(tune_sdpa, "sdpa_vector", attention)
+        assert message in str(bench.wrong(plan)), message
+
+
+def test_the_tuners_bars() -> None:
+    """0.6 of the stream at 32K for a full layer, 1.35 for M = 4 at 2K and 8K, both or no mark."""
+    layer = tune_sdpa.LAYERS["12b-full"]
+    bytes_of_32k = 32769 * 512 * 2 * 2
+    us = {(context, rows): 10.0 for context in layer.contexts for rows in tune_sdpa.ROWS}
+    us[32768, 1] = bytes_of_32k / 4400e3 / 0.61
+    timed = tune_sdpa.Timed(sdpa_plan.PLANS[512, 16], us)
+    share, flat, met = tune_sdpa.judge(layer, timed, 4400.0)
+    assert (round(share, 3), flat, met) == (0.61, 1.0, True)
+    us[8192, 4] = 13.6
+    assert tune_sdpa.judge(layer, timed, 4400.0)[2] is False
+    us[8192, 4], us[32768, 1] = 13.4, us[32768, 1] * 1.03
+    assert tune_sdpa.judge(layer, timed, 4400.0)[2] is False
+    assert tune_sdpa.judge(dataclasses.replace(layer, window=1024), timed, 4400.0)[2] is True
+
+
 GEMMA = {
     "12b-sliding": (16, 8, 256, 1024),
     "12b-full": (16, 1, 512, None),
@@ -499,6 +582,16 @@ def test_gemma_rows_on_the_device(layer: str, context: int, histories: Callable[
     found = history.call(context - 1, 8)
     exact = torch.stack([history.exact(context - 1 + row) for row in range(8)])
     assert relative_error(found, exact) < ATTENTION_ERROR
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [tune_sdpa.SMALL, dataclasses.replace(tune_sdpa.SMALL, lag=2)], ids=["after", "mixed"])
+@pytest.mark.parametrize("layer", ["12b-full", "31b-full"])
+def test_one_launch_on_the_device(layer: str, plan: sdpa_plan.Plan) -> None:
+    """Programs that wait for one another: every row's bytes, call after call, and close to float64."""
+    for context in (700, 8192):
+        assert tune_sdpa.Bench(tune_sdpa.LAYERS[layer], context, rotated=0).wrong(plan) is None
 
 
 @gpu
