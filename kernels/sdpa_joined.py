@@ -1,4 +1,7 @@
-"""Large tiles with a running maximum: `running_values` as a launch of its own, or all of attention in one, `joined`.
+"""Large tiles with weights that differ by powers of two: `scaled_values` as a launch, or attention in one, `joined`.
+
+A block's weights are relative to the whole number at or above its maximum, in powers of two. What brings them to the
+chunk's maximum changes no digit of a bf16 weight, so that all of a chunk's products add up inside the MMA.
 
 In `joined` a program draws a number and does that piece of work: the weights of a block, the values of a chunk, a part
 of a row's total. It waits at a counter for the pieces it reads, all of smaller numbers, so what it waits for has begun.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.jit import INTERPRETED, dot, to_bf16, wait_for_producers
+from kernels.jit import INTERPRETED, dot, power_of_two, to_bf16, wait_for_producers
 from kernels.sdpa_kernels import (
     block_scores,
     first_of,
@@ -22,6 +25,7 @@ from kernels.sdpa_kernels import (
     store_block,
     store_total,
     wrapped,
+    written,
 )
 
 TICKET = tl.constexpr(0)
@@ -29,8 +33,8 @@ LEAVING = tl.constexpr(1)
 COUNTERS = tl.constexpr(2)
 """Where counters hold the next piece of work, the totals that are done, and the pieces that chunks and tiles have."""
 
-PATIENCE = tl.constexpr(2 if INTERPRETED.value else 1 << 20)
-"""Looks at a counter, about a second, after which a program gives up and its rows become NaN. The interpreter runs one
+PATIENCE = tl.constexpr(2 if INTERPRETED.value else 1 << 18)
+"""Looks at a counter, some tenth of a second, after which a program gives up and its rows become NaN. The interpreter runs one
 program after another: what is not there at once never comes."""
 
 
@@ -102,13 +106,29 @@ def wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D: tl.
 
 
 @triton.jit
+def exponent_of(gap):
+    """Biased exponent of 2^gap, at least that of 2^-126; gap is a whole number up to 0."""
+    return tl.maximum(gap, -126.0).to(tl.int32) + 127
+
+
+@triton.jit
+def scaled(weights, gap):
+    """bf16 [m, n] times 2^gap of its row: exact, so that a product of it may add to those of other blocks."""
+    exponent = exponent_of(gap)
+    if INTERPRETED:
+        return to_bf16(weights.to(tl.float32) * power_of_two(exponent)[:, None])
+    else:
+        return weights * (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+
+
+@triton.jit
 def store_chunk(
     v_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr, base, begin, tile, kv_head, columns, at_chunk,
     leading, sane, ahead, behind, rows, window, ring, origin, blocks, held_blocks, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's weights times its values at these columns of the head, block by block under a running maximum.
+    """One chunk's weights times its values at these columns of the head; `leading` stores its maximum and sum too.
 
     v_ptr: of this KV head. ahead, behind: its wild keys. `sane` is False for a chunk whose weights never came: its
     sums are NaN, as are those of a row whose last block was not launched.
@@ -124,30 +144,23 @@ def store_chunk(
     stored = first_of(base, window, BLOCK)
     first_block = begin // BLOCK - stored  # index in the scratch; negative before the window
     maxima_at = block_state_ptr + pair * held_blocks + first_block
-    sums_at = maxima_at + ROWS * HEADS * held_blocks
     weights_at = weights_ptr + (pair * held_blocks + first_block)[:, None] * BLOCK + index[None, :]
     start = (begin - origin) % ring
     m = tl.full([SLOTS], -1e30, tl.float32)
-    l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
+    for block in tl.static_range(CHUNK // BLOCK):
+        there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
+        m = tl.maximum(m, tl.load(maxima_at + block, mask=real & there, other=-1e30))
+
     acc = tl.full([SLOTS, PART], 0.0, tl.float32)
-    # A block that a slot does not see leaves it as it was: the maximum stays, the sums are multiplied by exp2(0) = 1
-    # and exact zeros are added.
-    if interior(begin, CHUNK, eldest, newest, window):
+    if interior(begin, CHUNK, eldest, newest, window) & (start + CHUNK <= ring):
+        v_at = v_ptr + (start + index)[:, None] * D + columns[None, :]
         for first in tl.range(0, CHUNK, INNER, num_stages=STAGES):
-            v_at = v_ptr + wrapped(start + first, index, ring)[:, None] * D + columns[None, :]
             weights = tl.load(weights_at + first, mask=real[:, None], other=0.0)
-            product = dot(weights, tl.load(v_at), tl.full([SLOTS, PART], 0.0, tl.float32))
-            maximum = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30)
-            total = tl.load(sums_at + first // BLOCK, mask=real & (first % BLOCK == 0), other=0.0)  # once a block
-            top = tl.maximum(m, maximum)
-            alpha = tl.exp2(m - top)
-            scale = tl.exp2(maximum - top)
-            l = tl.fma(l, alpha, total * scale)  # noqa: E741
-            acc = tl.fma(product, tl.broadcast_to(scale[:, None], (SLOTS, PART)), acc * alpha[:, None])
-            m = top
+            gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
+            acc = dot(scaled(weights, gap), tl.load(v_at + first * D), acc)
     else:
         nothing = to_bf16(tl.full([SLOTS, INNER], float("nan"), tl.float32))
-        # Only the blocks that some row of the tile sees and that were launched: others would change nothing.
+        # Only the blocks that some row of the tile sees and that were launched: others would add exact zeros.
         from_block = tl.maximum(oldest - begin, 0) // BLOCK * BLOCK
         stop = tl.minimum(tl.minimum(newest + 1, (stored + blocks) * BLOCK) - begin, CHUNK)
         for first in tl.range(from_block, stop, INNER, num_stages=STAGES):
@@ -159,20 +172,20 @@ def store_chunk(
             v = tl.load(v_at, mask=(held & ~broken)[:, None], other=0.0)
             seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
             weights = tl.where(seen & broken[None, :], nothing, weights)
-            product = dot(weights, v, tl.full([SLOTS, PART], 0.0, tl.float32))
-            maximum = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30)
-            total = tl.load(sums_at + first // BLOCK, mask=real & (first % BLOCK == 0), other=0.0)  # once a block
-            top = tl.maximum(m, maximum)
-            alpha = tl.exp2(m - top)
-            scale = tl.exp2(maximum - top)
-            l = tl.fma(l, alpha, total * scale)  # noqa: E741
-            acc = tl.fma(product, tl.broadcast_to(scale[:, None], (SLOTS, PART)), acc * alpha[:, None])
-            m = top
-    l = tl.where(sane & (positions // BLOCK - stored < blocks), l, float("nan"))  # noqa: E741
+            gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
+            acc = dot(scaled(weights, gap), v, acc)
 
-    at = chunk_state_ptr + pair * held_chunks + at_chunk
-    tl.store(at, m, mask=real & leading)
-    tl.store(at + ROWS * HEADS * held_chunks, l, mask=real & leading)
+    pairs = pair * held_chunks + at_chunk
+    if leading:
+        l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
+        for block in tl.static_range(CHUNK // BLOCK):
+            there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
+            gap = tl.load(maxima_at + block, mask=real & there, other=-1e30) - m
+            total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=real & there, other=0.0)
+            l = tl.fma(total, power_of_two(exponent_of(gap)), l)  # noqa: E741
+        l = tl.where(sane & (positions // BLOCK - stored < blocks), l, float("nan"))  # noqa: E741
+        tl.store(chunk_state_ptr + pairs, m, mask=real)
+        tl.store(chunk_state_ptr + ROWS * HEADS * held_chunks + pairs, l, mask=real)
     acc_ptr += at_chunk.to(tl.int64) * (ROWS * HEADS * D)
     tl.store(acc_ptr + pair[:, None] * D + columns[None, :], acc, mask=real[:, None])
 
@@ -180,7 +193,7 @@ def store_chunk(
 @triton.jit(
     do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "blocks", "held_blocks", "held_chunks"]
 )
-def running_values(
+def scaled_values(
     v_ptr, position_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr,
     rows, window, ring, origin, head_slots, blocks, held_blocks, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -188,7 +201,7 @@ def running_values(
 ):  # fmt: skip
     """One chunk's weights times its values, for a part of the head; grid (tiles, KV heads x parts, chunks).
 
-    Unlike `values_of` it needs no block's maximum before its first product.
+    Unlike in `values_of` the products of all blocks add up where they are computed.
     """
     PER_TILE: tl.constexpr = SLOTS // GROUP
     PARTS: tl.constexpr = D // PART
@@ -235,7 +248,7 @@ def do_block(
         positions = base + row
         seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
         at = pair * held_blocks + number
-        store_block(scores, seen, block_state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK)
+        store_block(scores, seen, block_state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK, True)
         signal(chunks_ptr + (tile * GROUPS + kv_head) * chunks + begin // CHUNK - first_of(base, window, CHUNK))
 
 

@@ -165,11 +165,18 @@ def block_scores(
 
 
 @triton.jit
-def store_block(scores, seen, state_ptr, weights_ptr, at, real, sums_from, BLOCK: tl.constexpr):
-    """Store a block's maximum, the sum of its weights, and the weights; `at`: the block's place for each slot."""
+def store_block(
+    scores, seen, state_ptr, weights_ptr, at, real, sums_from, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Store a block's maximum, the sum of its weights, and the weights; `at`: the block's place for each slot.
+
+    WHOLE: the maximum is the whole number at or above it.
+    """
     scores = scores * 1.4426950408889634
     scores = tl.where(seen, scores, float("-inf"))
     m = tl.maximum(tl.max(scores, 1), -1e30)  # a slot that sees nothing here: weights exp2(-inf) = 0, and sum 0
+    if WHOLE:
+        m = tl.ceil(m)
     weights = to_bf16(tl.exp2(scores - m[:, None]))
     tl.store(state_ptr + at, m, mask=real)
     tl.store(state_ptr + sums_from + at, tl.sum(weights.to(tl.float32), 1), mask=real)
@@ -181,7 +188,7 @@ def scores_of(
     q_ptr, k_ptr, position_ptr, state_ptr, weights_ptr,
     rows, window, ring, origin, head_slots, held_blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of one block of keys for one tile of query slots; grid (tiles, KV heads, blocks).
 
@@ -208,7 +215,7 @@ def scores_of(
     positions = base + row
     seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
     at = (row * HEADS + head) * held_blocks + tl.program_id(2)
-    store_block(scores, seen, state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK)
+    store_block(scores, seen, state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK, WHOLE)
 
 
 @triton.jit(do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "held_blocks", "held_chunks"])

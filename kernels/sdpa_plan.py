@@ -18,9 +18,9 @@ class Plan:
     slots: query slots of a tile. chunk: keys of one partial softmax; inner: keys taken at once. Where the weights have
     a launch of their own, block: its keys a program, whole ones to a chunk; step: elements of a head that it takes at
     once; part: elements of a head that a program of the values writes. warps and stages of all; block_stages, where
-    not 0, of the weights' loop. running: a chunk's values under a running maximum; joined: those, with the weights and
-    the totals, in one launch that has the bytes of three; there values follow `lag` chunks behind the weights, or all
-    of them for 0. registers: most of a thread, where not 0.
+    not 0, of the weights' loop. scaled: weights of blocks that differ by powers of two; joined: those, with the values
+    and the totals, in one launch that has the bytes of three; there values follow `lag` chunks behind the weights, or
+    all of them for 0. registers: most of a thread, where not 0.
     """
 
     slots: int
@@ -32,14 +32,14 @@ class Plan:
     step: int = 0
     part: int = 0
     block_stages: int = 0
-    running: bool = False
+    scaled: bool = False
     joined: bool = False
     registers: int = 0
     lag: int = 0
 
     def __post_init__(self) -> None:
-        if self.joined > self.running or self.running > bool(self.block):
-            raise ValueError(f"attention: {self}: joined needs running, and running needs blocks")
+        if self.joined > self.scaled or self.scaled > bool(self.block):
+            raise ValueError(f"attention: {self}: joined needs scaled, and scaled needs blocks")
 
     @property
     def reads(self) -> int:

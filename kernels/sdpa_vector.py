@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels import MAX_ROWS
 from kernels.jit import check_operand, launch_options
 from kernels.rows import Rows, new_rows
-from kernels.sdpa_joined import joined, running_values
+from kernels.sdpa_joined import joined, scaled_values
 from kernels.sdpa_kernels import attend, combine, scores_of, values_of
 from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, counters_for, plan_for
 
@@ -198,8 +198,6 @@ def _launch(
     place = (rows, reach, ring, origin, k.stride(0) // width)
     shape = {"HEADS": heads, "GROUP": group, "D": width, "SLOTS": plan.slots, "ROWS": MAX_ROWS}
     options = {"STAGES": plan.stages, **launch_options(q.device, plan.warps, plan.stages)}
-    if plan.registers:
-        options["maxnreg"] = plan.registers
     if plan.joined:
         grid = (tiles, groups, blocks, chunks)
         _everything(q, k, v, position, scratch, plan, grid, place, shape, options, out, out_features, bits)
@@ -269,13 +267,15 @@ def _partials_of_blocks(
         **shape,
         BLOCK=plan.block,
         STEP=min(plan.step, width),
+        WHOLE=plan.scaled,
         **(options | {"STAGES": plan.block_stages or plan.stages}),
     )
+    options |= registers_of(plan)
     operands = (v, position, scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc, *place)
     cut = {"BLOCK": plan.block, "CHUNK": plan.chunk, "INNER": plan.inner, "PART": part}
     grid_of_values = (tiles, groups * (width // part), chunks)
-    if plan.running:
-        running_values[grid_of_values](*operands, blocks, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
+    if plan.scaled:
+        scaled_values[grid_of_values](*operands, blocks, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
     else:
         values_of[grid_of_values](*operands, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
 
@@ -329,5 +329,10 @@ def _everything(
         WIDTH=piece,
         BITS=bits,
         BLOCK_STAGES=plan.block_stages or plan.stages,
-        **options,
+        **(options | registers_of(plan)),
     )
+
+
+def registers_of(plan: Plan) -> dict[str, int]:
+    """The launch option that bounds a thread's registers, where the plan does."""
+    return {"maxnreg": plan.registers} if plan.registers else {}

@@ -33,11 +33,11 @@ WIDE = scene(heads=2, groups=1, width=64, window=None, length=140, seed=5)
 SPLIT = scene(heads=3, groups=1, width=16, window=40, length=112, seed=7)
 """Three heads to a KV head: the weights of a block have a launch of their own."""
 JOINED_PLAN = sdpa_plan.Plan(
-    16, chunk=64, inner=16, warps=4, stages=2, block=32, step=16, part=16, running=True, joined=True, registers=128
+    16, chunk=64, inner=16, warps=4, stages=2, block=32, step=16, part=16, scaled=True, joined=True, registers=128
 )
 JOINED = dataclasses.replace(SPLIT, plan=JOINED_PLAN)
 """All of it in one launch: chunks of two blocks, a block in two steps."""
-RUNNING = dataclasses.replace(SPLIT, plan=dataclasses.replace(JOINED_PLAN, joined=False))
+SCALED = dataclasses.replace(SPLIT, plan=dataclasses.replace(JOINED_PLAN, joined=False))
 JOINED_TILES = dataclasses.replace(
     TWO_TILES, plan=dataclasses.replace(JOINED_PLAN, chunk=32, block=16, step=32, part=32, block_stages=3, lag=1)
 )
@@ -86,7 +86,7 @@ def test_rows_of_other_shapes(history: Scene, position: int, rows: int) -> None:
 def test_one_launch_has_the_bytes_of_three() -> None:
     """Who does a piece of the work, and when, must not reach the bytes; the counters are zero again for the next."""
     position, rows, bucket = 60, 4, 120  # blocks and chunks beyond the last row, which nobody sees
-    expected = RUNNING.call(position, rows)
+    expected = SCALED.call(position, rows)
     scratch = sdpa_plan.allocate_scratch(3, 1, 16, 40, bucket, DEVICE, JOINED_PLAN)
     where = torch.tensor([position], dtype=torch.int32, device=DEVICE)
     operands = (JOINED.queries(position, rows), *JOINED.cache(21, 64), where, rows, 40, JOINED.ring, bucket)
@@ -96,7 +96,7 @@ def test_one_launch_has_the_bytes_of_three() -> None:
         assert not scratch.counters.any()
 
 
-@pytest.mark.parametrize("history", [JOINED, RUNNING], ids=["joined", "running"])
+@pytest.mark.parametrize("history", [JOINED, SCALED], ids=["joined", "scaled"])
 def test_a_row_whose_last_block_was_not_launched_is_nan(history: Scene) -> None:
     """Its chunk was: weights that nobody wrote must not pass for attention, and the rows before it are whole."""
     full = dataclasses.replace(history, window=None)
@@ -388,11 +388,8 @@ SPLIT_FAULTS = {
 JOINED_FAULTS = {
     "value_times_zero": BOTH["value_times_zero"],
     "neighbours_query": BOTH["neighbours_query"],
-    "unseen_step_forgets": [
-        (
-            "            alpha = tl.exp2(m - top)\n            scale",
-            "            alpha = tl.exp2(m - top) * (tl.max(weights.to(tl.float32), 1) > 0)\n            scale",
-        )
+    "stops_with_the_first_row": [
+        ("stop = tl.minimum(tl.minimum(newest + 1,", "stop = tl.minimum(tl.minimum(eldest + 1,")
     ],
     "chunk_chosen_by_rows": [
         (

@@ -77,36 +77,37 @@ LAYERS = {
 }
 
 SPLIT = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128)
-RUNNING = replace(SPLIT, running=True)
-JOINED = replace(RUNNING, joined=True)
+JOINED = replace(SPLIT, scaled=True, joined=True, registers=168)
+"""Three programs a multiprocessor."""
+
 SMALL = replace(JOINED, part=64, registers=128)
-"""Four programs a multiprocessor."""
+"""Four of them."""
 
 FULL = (
+    JOINED,
+    replace(JOINED, lag=8),
+    replace(JOINED, lag=16),
+    replace(JOINED, chunk=256),
+    replace(JOINED, chunk=1024, registers=0),
+    replace(JOINED, block=128),
+    replace(JOINED, block_stages=4),
+    replace(JOINED, stages=4, block_stages=6, registers=0),
+    replace(JOINED, stages=4, block_stages=3, step=128, registers=0),
     SMALL,
     replace(SMALL, lag=8),
     replace(SMALL, lag=24),
     replace(SMALL, chunk=256),
-    replace(SMALL, chunk=256, lag=32),
-    replace(SMALL, chunk=1024),
+    replace(SMALL, chunk=1024, registers=168),
     replace(SMALL, block_stages=4, stages=4, registers=168),
-    replace(SMALL, block_stages=4, stages=4, registers=168, lag=16),
     replace(SMALL, chunk=256, block_stages=4, stages=4, registers=168),
-    replace(SMALL, block=128, registers=168),
-    JOINED,
-    replace(JOINED, stages=4, block_stages=6),
-    replace(JOINED, stages=4, block_stages=6, lag=16),
-    replace(JOINED, stages=4, block_stages=3, step=128),
-    replace(JOINED, chunk=256, stages=4, block_stages=6),
-    replace(JOINED, chunk=1024, stages=4, block_stages=6),
     replace(JOINED, warps=8, registers=128),
-    replace(JOINED, warps=8, part=256, block_stages=4),
+    replace(JOINED, warps=8, part=256, block_stages=4, registers=0),
     replace(JOINED, slots=32),
     replace(JOINED, slots=16),
-    replace(RUNNING, part=64, registers=128),
-    replace(RUNNING, part=64, registers=128, chunk=256),
-    replace(RUNNING, stages=4),
-    replace(RUNNING, chunk=256, stages=4, block_stages=3),
+    replace(JOINED, joined=False, registers=0),
+    replace(JOINED, joined=False, chunk=256, registers=0),
+    replace(SMALL, joined=False),
+    replace(SMALL, joined=False, chunk=256),
     SPLIT,
     replace(SPLIT, chunk=256, part=64, stages=4, block_stages=3),
 )
@@ -116,7 +117,7 @@ SLIDING = (
     replace(WHOLE, chunk=128, warps=8),
     replace(WHOLE, chunk=128, warps=8, stages=3),
     replace(JOINED, slots=16, chunk=128, step=128),
-    replace(JOINED, slots=16, chunk=128, step=256, stages=3, block_stages=2),
+    replace(JOINED, slots=16, chunk=128, step=256, block_stages=2),
     replace(JOINED, slots=16, chunk=256, step=128),
 )
 
@@ -129,7 +130,7 @@ def candidates(layer: Layer) -> list[Plan]:
 
 def words(plan: Plan) -> str:
     """A plan in a few words."""
-    form = "joined" if plan.joined else "running" if plan.running else "split" if plan.block else "whole"
+    form = "joined" if plan.joined else "scaled" if plan.scaled else "split" if plan.block else "whole"
     parts = f"{form:7} {plan.slots:2} slots, chunk {plan.chunk:4}, {plan.warps} warps, stages "
     if not plan.block:
         return f"{parts}{plan.stages}, inner {plan.inner}"
@@ -191,7 +192,11 @@ class Bench:
     def wrong(self, plan: Plan) -> str | None:
         """What is wrong with a plan's rows; None when all is well."""
         scratch = self.scratch(plan)
-        alone = [self.call(plan, scratch, 1, row)[0].clone() for row in range(MAX_ROWS)]
+        alone: list[Tensor] = []
+        for row in range(MAX_ROWS):
+            alone.append(self.call(plan, scratch, 1, row)[0].clone())
+            if not bool(alone[-1].isfinite().all()):
+                return f"row alone at {self.context + row} is not finite"
         for count, row in ((8, 0), (3, 2), (8, 0)):
             found = self.call(plan, scratch, count, row)
             for index in range(count):

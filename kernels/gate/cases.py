@@ -25,8 +25,8 @@ EPS = 1e-6
 SPLIT = 4
 UNTUNED = Expect(mma="HMMA", rows=SLOTS)
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
-JOINED = Plan(64, 512, 64, 4, 3, block=64, step=64, part=64, running=True, joined=True, registers=128)
-"""A plan in one launch, four programs a multiprocessor; without `joined` its values have a launch of their own."""
+JOINED = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128, scaled=True, joined=True, registers=168)
+"""A plan in one launch, three programs a multiprocessor; without `joined` its values have a launch of their own."""
 FULL_ATTENTION = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
 
 
@@ -227,10 +227,10 @@ def _attention() -> Iterator[Entry]:
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
     full = GEOMETRIES[0].layers[1]
-    running = {"scores_of": Expect(mma="any"), "running_values": Expect(mma="any")}
+    scaled = {"scores_of": Expect(mma="any"), "scaled_values": Expect(mma="any")}
     yield Entry("12b full attention, joined", partial(_attend, full, None, plan=JOINED), {"joined": Expect(mma="any")})
-    call = partial(_attend, full, None, plan=replace(JOINED, joined=False))
-    yield Entry("12b full attention, running", call, running)
+    call = partial(_attend, full, None, plan=replace(JOINED, joined=False, registers=0))
+    yield Entry("12b full attention, scaled", call, scaled)
 
 
 def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
