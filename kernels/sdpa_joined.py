@@ -34,8 +34,10 @@ COUNTERS = tl.constexpr(2)
 """Where counters hold the next piece of work, the totals that are done, and the pieces that chunks and tiles have."""
 
 PATIENCE = tl.constexpr(2 if INTERPRETED.value else 1 << 18)
-"""Looks at a counter, some tenth of a second, after which a program gives up and its rows become NaN. The interpreter runs one
-program after another: what is not there at once never comes."""
+"""Looks at a counter, some tenth of a second, after which a program gives up and its rows become NaN.
+
+The interpreter runs one program after another: what is not there at once never comes.
+"""
 
 
 @triton.jit
