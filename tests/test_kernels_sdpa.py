@@ -386,7 +386,6 @@ SPLIT_FAULTS = {
     ],
 }
 JOINED_FAULTS = {
-    "value_times_zero": BOTH["value_times_zero"],
     "neighbours_query": BOTH["neighbours_query"],
     "stops_with_the_first_row": [
         ("stop = tl.minimum(tl.minimum(newest + 1,", "stop = tl.minimum(tl.minimum(eldest + 1,")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -29,8 +30,9 @@ from torch import Tensor
 from kernels import MAX_ROWS
 from kernels.sdpa_plan import PLANS, Plan, Scratch, allocate_scratch
 from kernels.sdpa_vector import sdpa_vector
+from kernels.stream import LAUNCHES, stream_read
 from kernels.testing import same_bytes
-from tools.tune_qmv import median_us, stream_gb_per_s
+from tools.tune_qmv import median_us
 
 ROTATED_BYTES = 600_000_000
 ROWS = (1, 4, 8)
@@ -222,6 +224,14 @@ class Bench:
                 sdpa_vector(*operands, out=out, scratch=scratch, plan=plan)
 
         return median_us(run, len(self.caches), repeats)
+
+
+def stream_gb_per_s() -> float:
+    """Rate of the fastest read-only stream."""
+    data = torch.randint(0, 2**31 - 1, (1 << 28,), dtype=torch.int32, device="cuda")
+    return max(
+        data.numel() * 4 / median_us(partial(stream_read, data, None, launch), 1, 9) / 1e3 for launch in LAUNCHES
+    )
 
 
 def compile_plans(work: Sequence[tuple[Layer, Plan]]) -> list[str]:
