@@ -96,7 +96,7 @@ def wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D: tl.
     """Which keys that some rows see and others do not, at most 7 at either end, hold a value that is not finite: bits
     from eldest + 1 and from oldest on.
 
-    0 * NaN is NaN. Such keys leave the product, and come back through the weights of the rows that see them.
+    0 * NaN is NaN. Such keys leave the product, and the rows that see them become NaN.
     """
     ahead = 0
     behind = 0
@@ -161,7 +161,6 @@ def store_chunk(
             gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
             acc = dot(scaled(weights, gap), tl.load(v_at + first * D), acc)
     else:
-        nothing = to_bf16(tl.full([SLOTS, INNER], float("nan"), tl.float32))
         # Only the blocks that some row of the tile sees and that were launched: others would add exact zeros.
         from_block = tl.maximum(oldest - begin, 0) // BLOCK * BLOCK
         stop = tl.minimum(tl.minimum(newest + 1, (stored + blocks) * BLOCK) - begin, CHUNK)
@@ -172,10 +171,13 @@ def store_chunk(
             v_at = v_ptr + wrapped(start + first, index, ring)[:, None] * D + columns[None, :]
             weights = tl.load(weights_at + first, mask=real[:, None], other=0.0)
             v = tl.load(v_at, mask=(held & ~broken)[:, None], other=0.0)
-            seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
-            weights = tl.where(seen & broken[None, :], nothing, weights)
             gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
             acc = dot(scaled(weights, gap), v, acc)
+        eighth = tl.arange(0, 8)[None, :]
+        newer = has_bit(ahead, eighth) & (eldest + 1 + eighth <= positions[:, None])
+        older = has_bit(behind, eighth) & (oldest + eighth > positions[:, None] - window)
+        newer &= eldest + 1 + eighth > positions[:, None] - window
+        acc = tl.where(tl.max((newer | older).to(tl.int32), 1)[:, None] > 0, float("nan"), acc)
 
     pairs = pair * held_chunks + at_chunk
     if leading:

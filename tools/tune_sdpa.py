@@ -93,6 +93,7 @@ FULL = (
     replace(JOINED, chunk=1024, registers=0),
     replace(JOINED, block=128),
     replace(JOINED, block_stages=4),
+    replace(JOINED, inner=32, stages=5, block_stages=4),
     replace(JOINED, stages=4, block_stages=6, registers=0),
     replace(JOINED, stages=4, block_stages=3, step=128, registers=0),
     SMALL,
@@ -106,8 +107,8 @@ FULL = (
     replace(JOINED, warps=8, part=256, block_stages=4, registers=0),
     replace(JOINED, slots=32),
     replace(JOINED, slots=16),
-    replace(JOINED, joined=False, registers=0),
-    replace(JOINED, joined=False, chunk=256, registers=0),
+    replace(JOINED, joined=False),
+    replace(JOINED, joined=False, chunk=256),
     replace(SMALL, joined=False),
     replace(SMALL, joined=False, chunk=256),
     SPLIT,
@@ -133,9 +134,9 @@ def candidates(layer: Layer) -> list[Plan]:
 def words(plan: Plan) -> str:
     """A plan in a few words."""
     form = "joined" if plan.joined else "scaled" if plan.scaled else "split" if plan.block else "whole"
-    parts = f"{form:7} {plan.slots:2} slots, chunk {plan.chunk:4}, {plan.warps} warps, stages "
+    parts = f"{form:7} {plan.slots:2} slots, chunk {plan.chunk:4} by {plan.inner}, {plan.warps} warps, stages "
     if not plan.block:
-        return f"{parts}{plan.stages}, inner {plan.inner}"
+        return f"{parts}{plan.stages}"
     parts += f"{plan.block_stages or plan.stages}+{plan.stages}, block {plan.block:3}, step {plan.step:3}"
     rest = {"part": plan.part, "registers": plan.registers, "lag": plan.lag}
     return ", ".join([parts, *(f"{name} {value:3}" for name, value in rest.items() if value)])
@@ -293,7 +294,7 @@ def report(name: str, layer: Layer, timed: Timed, ceiling: float, now: bool) -> 
         mark = "*" if met else " "
         columns = [" ".join(f"{timed.us[context, rows]:6.1f}" for rows in ROWS) for context in layer.contexts]
         figures = f"{' |'.join(columns)} | {share:.2f} {flat:.2f}"
-    print(f"{mark} {words(timed.plan):104} {'now' if now else '   '} | {figures}", flush=True)
+    print(f"{mark} {words(timed.plan):110} {'now' if now else '   '} | {figures}", flush=True)
     times = {str(context): [round(timed.us[context, rows], 3) for rows in ROWS] for context, _ in timed.us}
     return {"layer": name, "plan": vars(timed.plan), "us": times, "wrong": timed.wrong, "stream_gb_per_s": ceiling}
 

@@ -229,7 +229,7 @@ def _attention() -> Iterator[Entry]:
     full = GEOMETRIES[0].layers[1]
     scaled = {"scores_of": Expect(mma="any"), "scaled_values": Expect(mma="any")}
     yield Entry("12b full attention, joined", partial(_attend, full, None, plan=JOINED), {"joined": Expect(mma="any")})
-    call = partial(_attend, full, None, plan=replace(JOINED, joined=False, registers=0))
+    call = partial(_attend, full, None, plan=replace(JOINED, joined=False))
     yield Entry("12b full attention, scaled", call, scaled)
 
 
