@@ -90,7 +90,7 @@ FULL = (
     replace(JOINED, lag=8),
     replace(JOINED, lag=16),
     replace(JOINED, chunk=256),
-    replace(JOINED, chunk=1024, registers=0),
+    replace(JOINED, chunk=1024),
     replace(JOINED, block=128),
     replace(JOINED, block_stages=4),
     replace(JOINED, inner=32, stages=5, block_stages=4),
