@@ -3,8 +3,8 @@
 Keys are cut into chunks at fixed absolute positions, whatever the call's rows, window or cache. For a chunk of keys and
 a tile of query slots (row, head of the KV head's group) there is a partial softmax (maximum, sum, weighted values), and
 a last launch adds up a row's own chunks in index order and rounds once. A small tile gets its partial softmax from one
-launch, a large one from two: the weights of a block of keys, then a chunk's weights times its values. Neither a
-neighbour's NaN nor a stale slot reaches a row. Scale 1, no mask.
+launch, a large one from two: the weights of a block of keys, then a chunk's weights times its values. Plans exist that
+do all of it in one launch. Neither a neighbour's NaN nor a stale slot reaches a row. Scale 1, no mask.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from kernels import MAX_ROWS
 from kernels.jit import check_operand, launch_options
 from kernels.rows import Rows, new_rows
+from kernels.sdpa_joined import joined, scaled_values
 from kernels.sdpa_kernels import attend, combine, scores_of, values_of
-from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, plan_for
+from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, counters_for, plan_for
 
 __all__ = ["Scratch", "allocate_scratch", "plan_for", "sdpa_rows", "sdpa_vector", "sdpa_vector_rows"]
 
@@ -45,18 +46,20 @@ def sdpa_vector(
     max_keys: int,
     out: Tensor | None = None,
     scratch: Scratch | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """Attend row r at position + r over keys [max(0, position + r - window + 1), position + r] -> [n, H, D].
 
     q [n, H, D] bf16 with n >= rows; k and v [Hkv, S, D] bf16, already holding the rows' own keys, key p in slot
     p mod ring; position int32 [1] on the device. max_keys bounds position + rows: a row beyond it comes out NaN.
-    Rows from `rows` on are left as they are. ValueError on another dtype, shape or layout.
+    Rows from `rows` on are left as they are. `plan`, and with it the scratch, is for tuning: another plan, other bytes.
+    ValueError on another dtype, shape or layout.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
     if out is None:
         out = torch.empty_like(q)
     check_operand("attention: out", out, torch.bfloat16, tuple(q.shape))
-    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0)
+    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0, plan)
     return out
 
 
@@ -172,16 +175,18 @@ def _launch(
     out: tuple[Tensor, Tensor, Tensor],
     out_features: int,
     bits: int,
+    plan: Plan | None = None,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     _, heads, width = q.shape
     groups = k.shape[0]
-    plan = plan_for(width, heads // groups)
+    plan = plan or plan_for(width, heads // groups)
     if scratch is None:
-        scratch = allocate_scratch(heads, groups, width, window, max_keys, q.device)
+        scratch = allocate_scratch(heads, groups, width, window, max_keys, q.device, plan)
     blocks, chunks = blocks_for(max_keys, window, plan), chunks_for(max_keys, window, plan)
     held_blocks, held_chunks = scratch.weights.shape[2], scratch.acc.shape[0]
     fits = scratch.acc.shape[1:] == (MAX_ROWS, heads, width) and scratch.weights.shape[3] == plan.block
+    fits = fits and scratch.counters.numel() >= counters_for(heads, groups, width, chunks, plan)
     if not fits or held_chunks < chunks or held_blocks < blocks or scratch.acc.device != q.device:
         raise ValueError(
             f"attention: scratch for {held_chunks} chunks of {list(scratch.acc.shape[1:])} cannot take {chunks} chunks "
@@ -193,6 +198,10 @@ def _launch(
     place = (rows, reach, ring, origin, k.stride(0) // width)
     shape = {"HEADS": heads, "GROUP": group, "D": width, "SLOTS": plan.slots, "ROWS": MAX_ROWS}
     options = {"STAGES": plan.stages, **launch_options(q.device, plan.warps, plan.stages)}
+    if plan.joined:
+        grid = (tiles, groups, blocks, chunks)
+        _everything(q, k, v, position, scratch, plan, grid, place, shape, options, out, out_features, bits)
+        return
     if plan.block:
         _partials_of_blocks(q, k, v, position, scratch, plan, (tiles, groups, blocks, chunks), place, shape, options)
     else:
@@ -258,22 +267,72 @@ def _partials_of_blocks(
         **shape,
         BLOCK=plan.block,
         STEP=min(plan.step, width),
-        **options,
+        WHOLE=plan.scaled,
+        **(options | {"STAGES": plan.block_stages or plan.stages}),
     )
-    values_of[(tiles, groups * (width // part), chunks)](
+    options |= registers_of(plan)
+    operands = (v, position, scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc, *place)
+    cut = {"BLOCK": plan.block, "CHUNK": plan.chunk, "INNER": plan.inner, "PART": part}
+    grid_of_values = (tiles, groups * (width // part), chunks)
+    if plan.scaled:
+        scaled_values[grid_of_values](*operands, blocks, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
+    else:
+        values_of[grid_of_values](*operands, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
+
+
+def _everything(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    scratch: Scratch,
+    plan: Plan,
+    grid: tuple[int, int, int, int],
+    place: tuple[int, ...],
+    shape: dict[str, int],
+    options: dict[str, Any],
+    out: tuple[Tensor, Tensor, Tensor],
+    out_features: int,
+    bits: int,
+) -> None:
+    """One launch for weights, values and totals; grid: tiles, KV heads, blocks, chunks."""
+    tiles, groups, blocks, chunks = grid
+    rows, heads, width = place[0], shape["HEADS"], shape["D"]
+    part, piece = min(plan.part, width), min(COMBINE_WIDTH, plan.part, width)
+    pieces = tiles * groups * (plan.chunk // plan.block + width // part) * chunks + rows * heads * (width // piece)
+    joined[(pieces,)](
+        q,
+        k,
         v,
         position,
         scratch.block_state,
         scratch.weights,
         scratch.chunk_state,
         scratch.acc,
+        scratch.counters,
+        *out,
         *place,
-        held_blocks,
+        blocks,
+        chunks,
+        scratch.weights.shape[2],
         scratch.acc.shape[0],
+        tiles,
+        min(plan.lag, chunks) or chunks,
+        out_features,
         **shape,
         BLOCK=plan.block,
+        STEP=min(plan.step, width),
         CHUNK=plan.chunk,
         INNER=plan.inner,
         PART=part,
-        **options,
+        TILE=COMBINE_CHUNKS,
+        WIDTH=piece,
+        BITS=bits,
+        BLOCK_STAGES=plan.block_stages or plan.stages,
+        **(options | registers_of(plan)),
     )
+
+
+def registers_of(plan: Plan) -> dict[str, int]:
+    """The launch option that bounds a thread's registers, where the plan does."""
+    return {"maxnreg": plan.registers} if plan.registers else {}

@@ -15,9 +15,12 @@ HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "synchronize")
 """Methods that wait for the device: a CUDA graph cannot capture them."""
 
 DOT_HOME = ("jit.py", "dot")
-ATOMIC_HOMES = (("fused_norms.py", "_meet"), ("finishing.py", "arrive"))
-"""Where integers are counted, never added up as results."""
 """The one place that may call tl.dot: elsewhere fp32 operands could become tf32, or bf16 ones be interpreted wrong."""
+
+ATOMIC_HOMES = {("fused_norms.py", "_meet"), ("finishing.py", "arrive")} | {
+    ("sdpa_joined.py", name) for name in ("draw", "signal", "await_pieces")
+}
+"""Where integers are counted, never added up as results."""
 
 Function = ast.FunctionDef
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import MAX_ROWS, sdpa_kernels, sdpa_vector
+from kernels import MAX_ROWS, sdpa_joined, sdpa_kernels, sdpa_vector
+from kernels.sdpa_plan import Plan
 from kernels.testing import same_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,6 +31,7 @@ class Scene:
     v: Tensor
     window: int | None
     start: int = 0
+    plan: Plan | None = None
 
     @property
     def ring(self) -> int:
@@ -68,7 +70,8 @@ class Scene:
         k, v = cache or self.cache(self.first_visible(position), position + rows)
         where = torch.tensor([position], dtype=torch.int32, device=self.q.device)
         keys = max_keys or position + rows
-        return module.sdpa_vector(self.queries(position, rows), k, v, where, rows, self.window, self.ring, keys)
+        operands = (self.queries(position, rows), k, v, where, rows, self.window, self.ring, keys)
+        return module.sdpa_vector(*operands, plan=self.plan)
 
     def alone(self, position: int, module: Any = sdpa_vector) -> Tensor:
         """The one-row call of classic decode at this position [H, D], computed once per kernel."""
@@ -119,13 +122,17 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def mutant(folder: Path, name: str, changes: list[tuple[str, str]]) -> ModuleType:
-    """The wrappers over kernels with some text replaced everywhere; each old text has to be in one of the two files."""
-    wrappers, kernels = (Path(module.__file__).read_text() for module in (sdpa_vector, sdpa_kernels))
+    """The wrappers over kernels with some text replaced everywhere; each old text has to be in one of the files."""
+    sources = [Path(module.__file__).read_text() for module in (sdpa_kernels, sdpa_joined, sdpa_vector)]
     for old, new in changes:
-        assert old in wrappers + kernels, f"{name}: {old!r} is no longer in the kernel, plant the fault anew"
-        wrappers, kernels = wrappers.replace(old, new), kernels.replace(old, new)
+        assert old in "".join(sources), f"{name}: {old!r} is no longer in the kernel, plant the fault anew"
+        sources = [source.replace(old, new) for source in sources]
+    for module in ("sdpa_kernels", "sdpa_joined"):
+        sources = [source.replace(f"from kernels.{module}", f"from {module}_{name}") for source in sources]
+    kernels, joined, wrappers = sources
     _module(folder, f"sdpa_kernels_{name}", kernels)
-    return _module(folder, f"sdpa_{name}", wrappers.replace("from kernels.sdpa_kernels", f"from sdpa_kernels_{name}"))
+    _module(folder, f"sdpa_joined_{name}", joined)
+    return _module(folder, f"sdpa_{name}", wrappers)
 
 
 def _module(folder: Path, name: str, source: str) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from kernels import MAX_ROWS, reference, sdpa_plan, sdpa_vector
 from kernels.rows import pack_rows
+from kernels.sdpa_joined import split_piece
 from kernels.testing import same_bytes
+from tools import tune_sdpa
 
 # ||found - exact|| / ||exact||, of which the rounding of the output is 1.7e-3 and that of the weights to bf16 the rest
 ATTENTION_ERROR = 4e-3
@@ -29,6 +32,15 @@ ODD_GROUP = scene(heads=3, groups=1, width=16, window=None, length=80, seed=4)
 WIDE = scene(heads=2, groups=1, width=64, window=None, length=140, seed=5)
 SPLIT = scene(heads=3, groups=1, width=16, window=40, length=112, seed=7)
 """Three heads to a KV head: the weights of a block have a launch of their own."""
+JOINED_PLAN = sdpa_plan.Plan(
+    16, chunk=64, inner=16, warps=4, stages=2, block=32, step=16, part=16, scaled=True, joined=True, registers=128
+)
+JOINED = dataclasses.replace(SPLIT, plan=JOINED_PLAN)
+"""All of it in one launch: chunks of two blocks, a block in two steps."""
+SCALED = dataclasses.replace(SPLIT, plan=dataclasses.replace(JOINED_PLAN, joined=False))
+JOINED_TILES = dataclasses.replace(
+    TWO_TILES, plan=dataclasses.replace(JOINED_PLAN, chunk=32, block=16, step=32, part=32, block_stages=3, lag=1)
+)
 FAR = scene(heads=2, groups=1, width=16, window=40, length=112, start=1984, seed=6)
 """Chunks 62 to 65: the combine's tiles of 64 chunks meet at position 2048."""
 
@@ -56,6 +68,10 @@ OTHERS = {
     "split": (SPLIT, 57, 8),
     "split-window-edge": (SPLIT, 38, 4),
     "split-wrap": (SPLIT, 91, 5),
+    "joined": (JOINED, 58, 4),
+    "joined-window-edge": (JOINED, 38, 3),
+    "joined-wrap": (JOINED, 91, 5),
+    "joined-two-tiles": (JOINED_TILES, 28, 6),
     "far": (FAR, 2044, 6),
     "far-chunk-edge": (FAR, 2078, 3),
 }
@@ -65,6 +81,35 @@ OTHERS = {
 def test_rows_of_other_shapes(history: Scene, position: int, rows: int) -> None:
     """Grouped heads, rows over two tiles, a group that is no power of two, chunk numbers over the combine's tile."""
     assert row_difference(history, position, rows) is None
+
+
+def test_one_launch_has_the_bytes_of_three() -> None:
+    """Who does a piece of the work, and when, must not reach the bytes; the counters are zero again for the next."""
+    position, rows, bucket = 60, 4, 120  # blocks and chunks beyond the last row, which nobody sees
+    expected = SCALED.call(position, rows)
+    scratch = sdpa_plan.allocate_scratch(3, 1, 16, 40, bucket, DEVICE, JOINED_PLAN)
+    where = torch.tensor([position], dtype=torch.int32, device=DEVICE)
+    operands = (JOINED.queries(position, rows), *JOINED.cache(21, 64), where, rows, 40, JOINED.ring, bucket)
+    for _ in range(2):
+        found = sdpa_vector.sdpa_vector(*operands, scratch=scratch, plan=JOINED_PLAN)
+        assert same_bytes(found[:rows], expected[:rows])
+        assert not scratch.counters.any()
+
+
+@pytest.mark.parametrize("history", [JOINED, SCALED], ids=["joined", "scaled"])
+def test_a_row_whose_last_block_was_not_launched_is_nan(history: Scene) -> None:
+    """Its chunk was: weights that nobody wrote must not pass for attention, and the rows before it are whole."""
+    full = dataclasses.replace(history, window=None)
+    found = full.call(30, 4, max_keys=32)
+    assert same_bytes(found[:2], full.call(30, 2)[:2])
+    assert found[2:4].isnan().all()
+
+
+@nan_arithmetic
+def test_a_piece_that_never_comes_makes_nan(tmp_path: Path) -> None:
+    """A program that waits in vain gives up, and says so in the row: a GPU must not hang, nor a row be a guess."""
+    module = mutant(tmp_path, "no_blocks", [("(number < blocks)", "(number < 0)")])
+    assert JOINED.call(20, 2, module=module)[:2].isnan().all()
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -106,8 +151,8 @@ def test_too_few_chunks_give_nan() -> None:
 @nan_arithmetic
 @pytest.mark.parametrize(
     ("history", "position", "what"),
-    [(SLIDING, 60, "kv"), (SLIDING, 57, "k"), (SLIDING, 57, "v"), (TWO_TILES, 29, "kv")],
-    ids=["key-and-value", "key", "value", "two-tiles"],
+    [(SLIDING, 60, "kv"), (SLIDING, 57, "k"), (SLIDING, 57, "v"), (TWO_TILES, 29, "kv"), (JOINED, 58, "kv")],
+    ids=["key-and-value", "key", "value", "two-tiles", "joined"],
 )
 def test_a_neighbours_nan_stays_there(history: Scene, position: int, what: str) -> None:
     """A draft row whose key and value are NaN is in the cache while the rows before it attend."""
@@ -137,7 +182,7 @@ def test_a_nan_that_left_the_window_stays_out() -> None:
         assert same_bytes(found[row], SLIDING.alone(position + row)), row
 
 
-@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, FAR])
+@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, FAR, JOINED])
 def test_attention_is_close_to_float64(history: Scene) -> None:
     """Scale 1, query heads grouped in order, keys up to the row's own and within the window."""
     rows = 3
@@ -321,20 +366,10 @@ SPLIT_FAULTS = {
     "blocks_from_the_first_key": RELATIVE_BLOCKS,
     "block_chosen_by_rows": [
         (
-            "    plan = plan_for(width, heads // groups)\n    if scratch is None:\n",
-            "    plan, scratch = plan_for(width, heads // groups), None\n    if rows > 4:\n"
-            "        plan = type(plan)(**{**vars(plan), 'block': 2 * plan.block})\n    if scratch is None:\n",
+            "    plan = plan or plan_for(width, heads // groups)\n",
+            "    plan = plan or plan_for(width, heads // groups)\n"
+            "    if rows > 4:\n        plan, scratch = type(plan)(**{**vars(plan), 'block': 2 * plan.block}), None\n",
         ),
-        (
-            "allocate_scratch(heads, groups, width, window, max_keys,",
-            "allocate_scratch(heads, groups, width, None, 512,",
-        ),
-        ("scratch.weights.shape[3] == plan.block", "True"),
-        (
-            "held_blocks, held_chunks = scratch.weights.shape[2],",
-            "held_blocks, held_chunks = scratch.weights.shape[2] // 2,",
-        ),
-        ("held_blocks, width = scratch.weights.shape[2],", "held_blocks, width = scratch.weights.shape[2] // 2,"),
     ],
     "one_maximum_for_the_tile": [
         (
@@ -350,15 +385,29 @@ SPLIT_FAULTS = {
         ),
     ],
 }
+JOINED_FAULTS = {
+    "neighbours_query": BOTH["neighbours_query"],
+    "stops_with_the_first_row": [
+        ("stop = tl.minimum(tl.minimum(newest + 1,", "stop = tl.minimum(tl.minimum(eldest + 1,")
+    ],
+    "chunk_chosen_by_rows": [
+        (
+            "        CHUNK=plan.chunk,\n        INNER",
+            "        CHUNK=plan.chunk // (2 if rows > 4 else 1),\n        INNER",
+        )
+    ],
+}
+NAMES = {id(SLIDING): "fused", id(SPLIT): "split", id(JOINED): "joined"}
 PLANTED = [(SLIDING, name, changes) for name, changes in FAULTS.items()]
 PLANTED += [(SPLIT, name, changes) for name, changes in SPLIT_FAULTS.items()]
+PLANTED += [(JOINED, name, changes) for name, changes in JOINED_FAULTS.items()]
 
 
 @nan_arithmetic
 @pytest.mark.parametrize(
     ("history", "fault", "changes"),
     PLANTED,
-    ids=[f"{'split' if history is SPLIT else 'fused'}-{name}" for history, name, _ in PLANTED],
+    ids=[f"{NAMES[id(history)]}-{name}" for history, name, _ in PLANTED],
 )
 def test_planted_faults_are_caught(history: Scene, fault: str, changes: list[tuple[str, str]], tmp_path: Path) -> None:
     """Each of these computes the right attention for one row at a time, and something else in a block."""
@@ -410,6 +459,86 @@ def test_exp2_of_nothing() -> None:
     assert out.tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
+@triton.jit(do_not_specialize=["of_blocks", "of_values", "chunks", "lag"])
+def _order(out_ptr, of_blocks, of_values, chunks, lag):
+    piece = tl.program_id(0)
+    block, value, total = split_piece(piece, of_blocks, of_values, chunks, lag)
+    tl.store(out_ptr + piece * 3, block)
+    tl.store(out_ptr + piece * 3 + 1, value)
+    tl.store(out_ptr + piece * 3 + 2, total)
+
+
+@pytest.mark.parametrize(("of_blocks", "of_values", "chunks", "lag"), [(2, 3, 4, 1), (2, 3, 4, 3), (4, 1, 3, 3)])
+def test_a_piece_waits_for_smaller_numbers_only(of_blocks: int, of_values: int, chunks: int, lag: int) -> None:
+    """A program that waits for one with a larger number may keep it from ever starting: a GPU would hang."""
+    totals = 2
+    out = torch.full((chunks * (of_blocks + of_values) + totals, 3), -7, dtype=torch.int32, device=DEVICE)
+    _order[(len(out),)](out, of_blocks, of_values, chunks, lag)
+    done: list[list[int]] = [[], [], []]
+    for piece in out.tolist():
+        (kind,) = (kind for kind, index in enumerate(piece) if index >= 0)
+        done[kind].append(piece[kind])
+        if kind == 1:
+            assert set(range((piece[1] // of_values + 1) * of_blocks)) <= set(done[0])
+        if kind == 2:
+            assert len(done[1]) == chunks * of_values
+    assert done == [list(range(count)) for count in (chunks * of_blocks, chunks * of_values, totals)]
+
+
+@pytest.mark.parametrize("name", tune_sdpa.LAYERS)
+def test_what_the_tuner_tries_can_be_launched(name: str) -> None:
+    """Whole parts of a head, whole blocks to a chunk, a group in a tile, no plan twice, the one in use first."""
+    layer = tune_sdpa.LAYERS[name]
+    found = tune_sdpa.candidates(layer)
+    assert found[0] == sdpa_plan.PLANS[layer.shape]
+    assert len({tune_sdpa.words(plan) for plan in found}) == len(found) > 3
+    for plan in found:
+        assert plan.chunk % plan.inner == 0
+        assert plan.slots >= layer.shape[1]
+        if plan.block:
+            assert plan.chunk % plan.block == plan.block % plan.inner == 0
+            assert layer.width % plan.part == layer.width % plan.step == 0
+            assert plan.part >= sdpa_vector.COMBINE_WIDTH
+
+
+def test_the_tuner_refuses_a_plan_that_rows_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast plan is worth nothing when a block's rows have other bytes: the check must pass what is right alone."""
+    layer, plan = tune_sdpa.Layer(2, 1, 16, None, (20,)), sdpa_plan.Plan(16, chunk=16, inner=16, warps=4, stages=2)
+    bench = tune_sdpa.Bench(layer, 20, rotated=0, device=DEVICE)
+    found = bench.call(plan, bench.scratch(plan), 1, row=2)
+    assert relative_error(found[0], bench.exact[2]) < ATTENTION_ERROR
+    right = bench.exact.clone()
+    cases = {
+        "None": (1.0, 1.0),
+        "of 8 at 20 has not its one-row call's bytes": (1.0, 1.01),
+        "error 1.0e-02": (1.01, 1.01),
+    }
+    for message, factors in cases.items():
+
+        def attention(*operands: Any, factors: tuple[float, float] = factors, **_: Any) -> Tensor:
+            first, rows = int(operands[3]) - 20, operands[4]
+            return (right.roll(-first, 0) * factors[rows == 8]).bfloat16()
+
+        monkeypatch.setattr(tune_sdpa, "sdpa_vector", attention)
+        assert message in str(bench.wrong(plan)), message
+
+
+def test_the_tuners_bars() -> None:
+    """0.6 of the stream at 32K for a full layer, 1.35 for M = 4 at 2K and 8K, both or no mark."""
+    layer = tune_sdpa.LAYERS["12b-full"]
+    bytes_of_32k = 32769 * 512 * 2 * 2
+    us = {(context, rows): 10.0 for context in layer.contexts for rows in tune_sdpa.ROWS}
+    us[32768, 1] = bytes_of_32k / 4400e3 / 0.61
+    timed = tune_sdpa.Timed(sdpa_plan.PLANS[512, 16], us)
+    share, flat, met = tune_sdpa.judge(layer, timed, 4400.0)
+    assert (round(share, 3), flat, met) == (0.61, 1.0, True)
+    us[8192, 4] = 13.6
+    assert tune_sdpa.judge(layer, timed, 4400.0)[2] is False
+    us[8192, 4], us[32768, 1] = 13.4, us[32768, 1] * 1.03
+    assert tune_sdpa.judge(layer, timed, 4400.0)[2] is False
+    assert tune_sdpa.judge(dataclasses.replace(layer, window=1024), timed, 4400.0)[2] is True
+
+
 GEMMA = {
     "12b-sliding": (16, 8, 256, 1024),
     "12b-full": (16, 1, 512, None),
@@ -449,6 +578,16 @@ def test_gemma_rows_on_the_device(layer: str, context: int, histories: Callable[
     found = history.call(context - 1, 8)
     exact = torch.stack([history.exact(context - 1 + row) for row in range(8)])
     assert relative_error(found, exact) < ATTENTION_ERROR
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [tune_sdpa.SMALL, dataclasses.replace(tune_sdpa.SMALL, lag=2)], ids=["after", "mixed"])
+@pytest.mark.parametrize("layer", ["12b-full", "31b-full"])
+def test_one_launch_on_the_device(layer: str, plan: sdpa_plan.Plan) -> None:
+    """Programs that wait for one another: every row's bytes, call after call, and close to float64."""
+    for context in (700, 8192):
+        assert tune_sdpa.Bench(tune_sdpa.LAYERS[layer], context, rotated=0).wrong(plan) is None
 
 
 @gpu

@@ -19,6 +19,7 @@ from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, Finish, LaunchShape, launch_shape
 from kernels.repack import PackedWeight
+from kernels.sdpa_plan import Plan
 
 WINDOW, RING, MAX_KEYS = 1024, 1031, 8192
 VOCABULARY = 262144
@@ -33,6 +34,8 @@ FINISHED: dict[tuple[int, int, int], Finish] = {
     (15360, 3840, 8): "squares",
 }
 """Matrices whose products are also compiled as ones that finish their sums, and how."""
+JOINED = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128, scaled=True, joined=True, registers=168)
+"""A plan in one launch, three programs a multiprocessor; without `joined` its values have a launch of their own."""
 FULL_ATTENTION = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
 
 
@@ -298,14 +301,19 @@ def _attention() -> Iterator[Entry]:
                 yield Entry(f"{model.name} {layer.name} attention", partial(_attend, layer, None), expects)
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
+    full = GEOMETRIES[0].layers[1]
+    scaled = {"scores_of": Expect(mma="any"), "scaled_values": Expect(mma="any")}
+    yield Entry("12b full attention, joined", partial(_attend, full, None, plan=JOINED), {"joined": Expect(mma="any")})
+    call = partial(_attend, full, None, plan=replace(JOINED, joined=False))
+    yield Entry("12b full attention, scaled", call, scaled)
 
 
-def _attend(layer: Attention, bits: int | None, m: int) -> None:
+def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
     q = halves(SLOTS, layer.heads, layer.width)
     for keys in (8, 1040, MAX_KEYS, 32768):
         ring = keys if layer.window is None else RING
         cache = halves(layer.kv_heads, ring, layer.width)
         if bits is None:
-            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys)
+            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan)
         else:
             sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits)
