@@ -1,6 +1,6 @@
 """Compile gate: builds the verify path's kernels for a GPU that need not be there and reads their machine code.
 
-    python -m kernels.gate [--arch 90] [--json] [--only WORD] [--module NAME] [--jobs 2]
+    python -m kernels.gate [--arch 90] [--json] [--only WORD] [--skip WORD] [--module NAME] [--jobs 2]
 
 Exit status: 0 when every kernel is as expected, 1 when one is not, 2 when the gate cannot run, 3 when the
 architecture was skipped because this Triton or its assembler cannot build for it.
@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, default=90, help="compute capability without the dot, 90 or 120")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--only", default="", help="only entries whose name contains this")
+    parser.add_argument("--skip", default="", help="no entry whose name contains this")
     parser.add_argument("--module", action="append", help="module that offers gate_entries(); default: all kernels")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     options = parser.parse_args(arguments)
@@ -95,9 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     entries: list[Entry] = []
     for name in options.module or [CASES]:
         entries += importlib.import_module(name).gate_entries()
-    entries = [entry for entry in entries if options.only in entry.name]
+    skips = [options.skip] if options.skip else []
+    entries = [entry for entry in entries if options.only in entry.name and not any(w in entry.name for w in skips)]
     if not entries:
-        sys.stderr.write(f"kernels.gate: no entry's name contains {options.only!r}\n")
+        but = f" and not {options.skip!r}" if skips else ""
+        sys.stderr.write(f"kernels.gate: no entry's name contains {options.only!r}{but}\n")
         return 2
     binaries, errors = collect(entries, options.arch)
     compile_all(binaries, options.arch, options.jobs)

@@ -165,14 +165,13 @@ def _row_ops() -> Iterator[Entry]:
 
 
 def _draft_ops() -> Iterator[Entry]:
-    """How a draft step begins, over the tables of both targets and into `pre` and the first layer as either drafter
+    """How a draft step begins, over the tables of both targets and into `pre` and the first layer as its drafter
     stores them; the place of an id, like a number of rows, must not choose a binary."""
     drafter = GEOMETRIES[-1]
-    for model in GEOMETRIES[:-1]:
-        for bits in (4, 16):
-            yield Entry(f"{model.name} join_rows to {bits} bits, first step", partial(_join, model, bits, True))
-            yield Entry(f"{model.name} join_rows to {bits} bits, later steps", partial(_join, model, bits, False))
-            yield Entry(f"{model.name} join_accepted_rows to {bits} bits", partial(_join_accepted, model, bits))
+    for model, bits in zip(GEOMETRIES[:-1], (4, 16), strict=True):
+        yield Entry(f"{model.name} join_rows, first step", partial(_join, model, bits, True))
+        yield Entry(f"{model.name} join_rows, later steps", partial(_join, model, bits, False))
+        yield Entry(f"{model.name} join_accepted_rows", partial(_join_accepted, model, bits))
     for bits in (4, 16):
         split = launch_shape(2 * GEOMETRIES[0].hidden, drafter.hidden, bits).split
         expects = {"_sum_norm_rows": Expect(loads_ahead=split)}
