@@ -218,10 +218,12 @@ def scores_of(
     store_block(scores, seen, state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK, WHOLE)
 
 
-@triton.jit(do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "held_blocks", "held_chunks"])
+@triton.jit(
+    do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "blocks", "held_blocks", "held_chunks"]
+)
 def values_of(
     v_ptr, position_ptr, block_state_ptr, weights_ptr, chunk_state_ptr, acc_ptr,
-    rows, window, ring, origin, head_slots, held_blocks, held_chunks,
+    rows, window, ring, origin, head_slots, blocks, held_blocks, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, INNER: tl.constexpr,
     PART: tl.constexpr, STAGES: tl.constexpr,
@@ -258,11 +260,13 @@ def values_of(
     sums_at = maxima_at + ROWS * HEADS * held_blocks
     m = tl.full([SLOTS], -1e30, tl.float32)
     for block in tl.static_range(CHUNK // BLOCK):
-        mask = real & written(begin + block * BLOCK, newest, oldest, BLOCK)
+        there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
+        mask = real & there
         m = tl.maximum(m, tl.load(maxima_at + block, mask=mask, other=-1e30))
     l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
     for block in tl.static_range(CHUNK // BLOCK):
-        mask = real & written(begin + block * BLOCK, newest, oldest, BLOCK)
+        there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
+        mask = real & there
         scale = tl.exp2(tl.load(maxima_at + block, mask=mask, other=-1e30) - m)
         l = tl.fma(tl.load(sums_at + block, mask=mask, other=0.0), scale, l)  # noqa: E741
 
@@ -281,7 +285,8 @@ def values_of(
         for first in tl.range(0, CHUNK, INNER, num_stages=STAGES):
             keys = begin + first + index
             held = (keys >= oldest) & (keys <= newest)
-            known = real & written(begin + first // BLOCK * BLOCK, newest, oldest, BLOCK)
+            number = first // BLOCK
+            known = real & written(begin + number * BLOCK, newest, oldest, BLOCK) & (first_block + number < blocks)
             broken = has_bit(ahead, keys - eldest - 1) | has_bit(behind, keys - oldest)
             v_at = v_ptr + wrapped(start + first, index, ring)[:, None] * D + columns[None, :]
             weights = tl.load(weights_at + first, mask=known[:, None], other=0.0)
@@ -348,10 +353,10 @@ def store_total(
         store_rows(values_ptr, sums_ptr, scales_ptr, tile, index, row, out_features, index >= 0, BITS)
 
 
-@triton.jit(do_not_specialize=["window", "chunks", "capacity", "out_features"])
+@triton.jit(do_not_specialize=["window", "max_keys", "chunks", "capacity", "out_features"])
 def combine(
     position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
-    window, chunks, capacity, out_features,
+    window, max_keys, chunks, capacity, out_features,
     HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -367,5 +372,6 @@ def combine(
     result = row_total(
         state_ptr, acc_ptr, base, row, pair, columns, window, chunks, capacity, HEADS, D, CHUNK, TILE, PART, ROWS
     )
+    result = tl.where(base + row < max_keys, result, float("nan"))  # its chunk may be there, its last block is not
     group = (tl.program_id(1) * D) // PART + tl.program_id(2)
     store_total(values_ptr, sums_ptr, scales_ptr, result, pair, columns, row, group, out_features, D, BITS)

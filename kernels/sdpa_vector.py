@@ -226,6 +226,7 @@ def _launch(
         scratch.acc,
         *out,
         reach,
+        max_keys,
         chunks,
         held_chunks,
         out_features,
@@ -271,11 +272,11 @@ def _partials_of_blocks(
         **(options | {"STAGES": plan.block_stages or plan.stages}),
     )
     options |= registers_of(plan)
-    operands = (v, position, scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc, *place)
+    operands = (v, position, scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc, *place, blocks)
     cut = {"BLOCK": plan.block, "CHUNK": plan.chunk, "INNER": plan.inner, "PART": part}
     grid_of_values = (tiles, groups * (width // part), chunks)
     if plan.scaled:
-        scaled_values[grid_of_values](*operands, blocks, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
+        scaled_values[grid_of_values](*operands, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
     else:
         values_of[grid_of_values](*operands, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
 

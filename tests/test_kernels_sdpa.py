@@ -96,12 +96,14 @@ def test_one_launch_has_the_bytes_of_three() -> None:
         assert not scratch.counters.any()
 
 
-@pytest.mark.parametrize("history", [JOINED, SCALED], ids=["joined", "scaled"])
-def test_a_row_whose_last_block_was_not_launched_is_nan(history: Scene) -> None:
+@pytest.mark.parametrize(
+    ("history", "position"), [(JOINED, 30), (SCALED, 30), (ODD_GROUP, 46)], ids=["joined", "scaled", "split"]
+)
+def test_a_row_whose_last_block_was_not_launched_is_nan(history: Scene, position: int) -> None:
     """Its chunk was: weights that nobody wrote must not pass for attention, and the rows before it are whole."""
     full = dataclasses.replace(history, window=None)
-    found = full.call(30, 4, max_keys=32)
-    assert same_bytes(found[:2], full.call(30, 2)[:2])
+    found = full.call(position, 4, max_keys=position + 2)
+    assert same_bytes(found[:2], full.call(position, 2)[:2])
     assert found[2:4].isnan().all()
 
 
@@ -140,7 +142,8 @@ def test_ghost_chunks_do_not_reach_the_bytes(history: Scene) -> None:
 def test_too_few_chunks_give_nan() -> None:
     """A row beyond max_keys must not pass for attention over the keys that were visited."""
     found = SLIDING.call(20, 8, max_keys=21)
-    assert not found[:8].isnan().any()  # positions 20..27 are all in chunk 0
+    assert not found[:1].isnan().any()
+    assert found[1:8].isnan().all()  # positions 21..27 are in chunk 0 as well, but nobody asked for their keys
     where = torch.tensor([29], dtype=torch.int32, device=DEVICE)
     cache = ODD_GROUP.cache(0, 37)
     found = sdpa_vector.sdpa_vector(ODD_GROUP.queries(29, 8), *cache, where, 8, None, ODD_GROUP.ring, 32)
