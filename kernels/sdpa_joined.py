@@ -239,7 +239,8 @@ def do_block(
     tile, kv_head, number = here % tiles, here // tiles % GROUPS, here // (tiles * GROUPS)
     _, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, BLOCK) + number) * BLOCK
-    if (begin <= newest) & (begin + BLOCK > oldest) & (number < blocks):
+    chunk = begin // CHUNK - first_of(base, window, CHUNK)  # one more than there are, where rows lie past max_keys
+    if (begin <= newest) & (begin + BLOCK > oldest) & (number < blocks) & (chunk < chunks):
         slot = tl.arange(0, SLOTS)
         row = tile * PER_TILE + slot // GROUP
         pair = row * HEADS + kv_head * GROUP + slot % GROUP
@@ -253,7 +254,7 @@ def do_block(
         seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
         at = pair * held_blocks + number
         store_block(scores, seen, block_state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK, True)
-        signal(chunks_ptr + (tile * GROUPS + kv_head) * chunks + begin // CHUNK - first_of(base, window, CHUNK))
+        signal(chunks_ptr + (tile * GROUPS + kv_head) * chunks + chunk)
 
 
 @triton.jit

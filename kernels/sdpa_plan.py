@@ -79,7 +79,8 @@ def plan_for(head_dim: int, group: int) -> Plan:
 class Scratch:
     """What the kernels hand on, for every (row, head): a block's maximum and sum fp32 [2, 8, H, blocks] and weights
     bf16 [8, H, blocks, keys of a block]; a chunk's maximum and sum fp32 [2, 8, H, chunks] and acc fp32
-    [chunks, 8, H, D]; counters int32 of a joined launch, zero between calls."""
+    [chunks, 8, H, D]; counters int32 of a joined launch, zero before a call and after it, but
+    for one that gave up waiting: then they have to be cleared."""
 
     block_state: Tensor
     weights: Tensor

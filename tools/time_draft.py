@@ -48,6 +48,7 @@ class Chain:
     def __init__(self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True) -> None:
         self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
         self.nbytes = 0
+        self.used: set[tuple[int, int, int]] = set()
         sliding, full = target.layers
         layers = [self._layer(kind, sliding.heads) for kind in KINDS]
         self.weights = DraftWeights(
@@ -109,6 +110,7 @@ class Chain:
         return LayerShape("sliding" if kind == "sliding" else "full", heads, 0, width, False), weights
 
     def _linear(self, width: int, features: int, bits: int) -> Linear:
+        self.used.add((width, features, bits))
         shape = self.shapes.get((width, features, bits)) or launch_shape(width, features, bits)
         tiles, groups = -(-features // shape.tile), width // GROUP
         size = (tiles, groups, shape.tile)
@@ -200,8 +202,10 @@ def main() -> int:
     rate = stream_gb_per_s()
     print(f"read-only stream {rate:.0f} GB/s")
     for name, (target, bits) in models.items():
-        tried = dict(args.shape)
         chains = {"table": Chain(target, bits, "cuda", {})}
+        tried = {matrix: shape for matrix, shape in args.shape if matrix in chains["table"].used}
+        if others := [f"{k}x{n}-{b}bit" for (k, n, b), _ in args.shape if (k, n, b) not in tried]:
+            print(f"{name}: not in this chain: {', '.join(others)}")
         if tried:
             chains["tried"] = Chain(target, bits, "cuda", tried)
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}

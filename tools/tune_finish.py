@@ -234,6 +234,8 @@ def compare(chain: Chain, memory: Memory, clock: Clock) -> list[str]:
         raise ArithmeticError(f"{chain.name}: finished and unfinished products leave different bytes")
     alone = bench.times([known, *shapes], 1, clock)
     best = min(zip(alone[1:], range(len(shapes)), strict=True))[1]
+    if best and bench.differs(shapes[best]):
+        raise ArithmeticError(f"{chain.name}: {_words(shapes[best])} leaves other bytes than the unfinished product")
     lines = []
     for m in ROWS:
         old, same, other = bench.times([known, shapes[0], shapes[best]], m, clock)

@@ -24,7 +24,7 @@ from multiprocessing import get_context
 
 import torch
 
-from kernels.launch import GROUP, TABLE, LaunchShape, even_split
+from kernels.launch import GROUP, TABLE, LaunchShape, even_split, launch_shape
 from kernels.qmv import qmv
 from kernels.repack import PackedWeight
 from kernels.rows import Rows, new_rows
@@ -167,7 +167,10 @@ def tune(memory: Memory, matrix: Matrix, wide: bool, flat: float, ceiling: float
     """Print the table's row of one matrix, with what it was chosen from."""
     width, rows, bits = matrix
     nbytes = rows * width * bits // 8 + (rows * width // GROUP * 4 if bits < 16 else 0)
-    timed = sorted((memory.time(matrix, shape, 1), repr(shape), shape) for shape in candidates(matrix, wide))
+    shapes = list(candidates(matrix, wide)) or [
+        launch_shape(*matrix)
+    ]  # none fills a card: the default is what there is
+    timed = sorted((memory.time(matrix, shape, 1), repr(shape), shape) for shape in shapes)
     known = TABLE.get(matrix)
     known = None if known is None else replace(known, finish="no")
     best = [shape for _, _, shape in timed[:8]]

@@ -24,7 +24,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels import MAX_ROWS
@@ -209,6 +208,8 @@ class Bench:
         if not error <= ERROR:
             return f"error {error:.1e} at {self.context}"
         for _ in range(AGAIN if self.device == "cuda" else 1):
+            for held in (scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc):
+                held.fill_(float("nan"))  # what is read before it is written must not be what the last call left
             if not same_bytes(self.call(plan, scratch, MAX_ROWS), found):
                 return f"counters or pieces out of step: {MAX_ROWS} rows at {self.context} changed from call to call"
         return "counters are not zero after a call" if bool(scratch.counters.any()) else None
@@ -221,6 +222,8 @@ class Bench:
 
         def run() -> None:
             for cache in self.caches:
+                if plan.joined:
+                    scratch.counters.zero_()  # as in a step, whose scratch is its own
                 operands = (self.q, *cache, where, rows, self.layer.window, self.ring, keys)
                 sdpa_vector(*operands, out=out, scratch=scratch, plan=plan)
 
@@ -235,6 +238,11 @@ def stream_gb_per_s() -> float:
     )
 
 
+def reason(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['without a word'])[0][:160]}"
+
+
 def compile_plans(work: Sequence[tuple[Layer, Plan]]) -> list[str]:
     """Compile a share of the plans by running them on a short context; what failed, a line each."""
     failed = []
@@ -244,7 +252,7 @@ def compile_plans(work: Sequence[tuple[Layer, Plan]]) -> list[str]:
             bench.call(plan, bench.scratch(plan), 1)
             torch.cuda.synchronize()
         except Exception as error:  # a compiler error or too much shared memory: a finding about this plan
-            failed.append(f"{words(plan)}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
+            failed.append(f"{words(plan)}: {reason(error)}")
     return failed
 
 
@@ -273,8 +281,8 @@ def measure(layer: Layer, plans: Sequence[Plan], until: float) -> Iterator[Timed
                         for rows in ROWS:
                             at = bench.context, rows
                             timed.us[at] = min(timed.us.get(at, float("inf")), bench.time(plan, rows))
-        except triton.runtime.errors.OutOfResources as error:
-            timed.wrong = str(error)
+        except Exception as error:  # as when it was compiled; a fault of the device fails the next plan too
+            timed.wrong = f"does not run: {reason(error)}"
         yield timed
 
 
@@ -303,7 +311,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 2 without a GPU or for an unknown layer type, 1 when a plan's rows are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="LAYER", help=f"of {', '.join(LAYERS)}")
-    parser.add_argument("--limit", type=float, default=300, help="seconds after which no plan is begun (default 300)")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="seconds after compiling in which plans are begun (default 300)"
+    )
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile first (default 12)")
     parser.add_argument("--out", type=Path, help="file that gets a JSON line for each plan")
     options = parser.parse_args(arguments)
@@ -318,16 +328,22 @@ def main(arguments: list[str] | None = None) -> int:
     work = [(LAYERS[name], plan) for name in names for plan in candidates(LAYERS[name])]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         shares = [work[i :: options.jobs] for i in range(options.jobs)]
-        for text in (line for lines in pool.map(compile_plans, shares) for line in lines):
-            print(f"does not run: {text}")
+        futures = [pool.submit(compile_plans, share) for share in shares]
+        for future in futures:
+            try:
+                failed = future.result()
+            except Exception as error:  # a process that died; its plans compile later, in turn
+                failed = [f"a share of the plans: {reason(error)}"]
+            for text in failed:
+                print(f"does not compile: {text}")
     ceiling = stream_gb_per_s()
     print(f"compiled in {time.monotonic() - began:.0f} s; read-only stream {ceiling:.0f} GB/s")
-    lines, wrong = [], False
+    lines, wrong, until = [], False, time.monotonic() + options.limit
     for name in names:
         layer = LAYERS[name]
         bars = f"M4/M1 <= {FLAT}" + ("" if layer.window else f", share >= {SHARE}")
         print(f"{name}: us at M = {', '.join(map(str, ROWS))} for contexts {layer.contexts}, share, M4/M1; * : {bars}")
-        for timed in measure(layer, candidates(layer), began + options.limit):
+        for timed in measure(layer, candidates(layer), until):
             lines.append(report(name, layer, timed, ceiling, timed.plan == PLANS[layer.shape]))
             wrong |= timed.wrong is not None and timed.wrong.startswith(("row", "error", "counters"))
             if options.out:
