@@ -19,11 +19,11 @@ from kernels.sdpa_kernels import (
     first_of,
     has_bit,
     interior,
-    not_finite,
     reach,
     row_total,
     store_block,
     store_total,
+    wild_keys,
     wrapped,
     written,
 )
@@ -92,22 +92,6 @@ def pieces_seen(begin, end, newest, oldest, SIZE: tl.constexpr):
 
 
 @triton.jit
-def wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D: tl.constexpr, CHUNK: tl.constexpr):
-    """Which keys that some rows see and others do not, at most 7 at either end, hold a value that is not finite: bits
-    from eldest + 1 and from oldest on.
-
-    0 * NaN is NaN. Such keys leave the product, and the rows that see them become NaN.
-    """
-    ahead = 0
-    behind = 0
-    if (newest > eldest) & (newest >= begin) & (eldest + 1 < begin + CHUNK):
-        ahead = not_finite(v_ptr, eldest + 1, newest + 1, begin, CHUNK, ring, origin, D)
-    if newest - window >= tl.maximum(oldest, begin):
-        behind = not_finite(v_ptr, oldest, newest - window + 1, begin, CHUNK, ring, origin, D)
-    return ahead, behind
-
-
-@triton.jit
 def exponent_of(gap):
     """Biased exponent of 2^gap, at least that of 2^-126; gap is a whole number up to 0."""
     return tl.maximum(gap, -126.0).to(tl.int32) + 127
@@ -150,7 +134,7 @@ def store_chunk(
     start = (begin - origin) % ring
     m = tl.full([SLOTS], -1e30, tl.float32)
     for block in tl.static_range(CHUNK // BLOCK):
-        there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
+        there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
         m = tl.maximum(m, tl.load(maxima_at + block, mask=real & there, other=-1e30))
 
     acc = tl.full([SLOTS, PART], 0.0, tl.float32)
@@ -183,7 +167,7 @@ def store_chunk(
     if leading:
         l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
         for block in tl.static_range(CHUNK // BLOCK):
-            there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
+            there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
             gap = tl.load(maxima_at + block, mask=real & there, other=-1e30) - m
             total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=real & there, other=0.0)
             l = tl.fma(total, power_of_two(exponent_of(gap)), l)  # noqa: E741
@@ -240,7 +224,7 @@ def do_block(
     _, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, BLOCK) + number) * BLOCK
     chunk = begin // CHUNK - first_of(base, window, CHUNK)  # one more than there are, where rows lie past max_keys
-    if (begin <= newest) & (begin + BLOCK > oldest) & (number < blocks) & (chunk < chunks):
+    if written(begin, newest, oldest, number, blocks, BLOCK) & (chunk < chunks):
         slot = tl.arange(0, SLOTS)
         row = tile * PER_TILE + slot // GROUP
         pair = row * HEADS + kv_head * GROUP + slot % GROUP

@@ -46,6 +46,22 @@ def not_finite(v_ptr, key, stop, begin, size, ring, origin, D: tl.constexpr):
 
 
 @triton.jit
+def wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Which keys that some rows see and others do not, at most 7 at either end, hold a value that is not finite: bits
+    from eldest + 1 and from oldest on.
+
+    0 * NaN is NaN. Such keys leave the product, and the rows that see them become NaN by their weights, or afterwards.
+    """
+    ahead = 0
+    behind = 0
+    if (newest > eldest) & (newest >= begin) & (eldest + 1 < begin + CHUNK):
+        ahead = not_finite(v_ptr, eldest + 1, newest + 1, begin, CHUNK, ring, origin, D)
+    if newest - window >= tl.maximum(oldest, begin):
+        behind = not_finite(v_ptr, oldest, newest - window + 1, begin, CHUNK, ring, origin, D)
+    return ahead, behind
+
+
+@triton.jit
 def has_bit(bits, index):
     """Whether bit `index` of an 8-bit number is set; False outside 0..7."""
     return (((bits >> (index & 7)) & 1) == 1) & (index == (index & 7))
@@ -60,9 +76,10 @@ def reach(base, tile, rows, window, PER_TILE: tl.constexpr):
 
 
 @triton.jit
-def written(begin, newest, oldest, BLOCK: tl.constexpr):
-    """Whether a row of the tile sees a key of the block that begins here; other blocks' scores are never stored."""
-    return (begin <= newest) & (begin + BLOCK > oldest)
+def written(begin, newest, oldest, number, blocks, BLOCK: tl.constexpr):
+    """Whether the scores of the block that begins here are stored: a row of the tile sees a key of it, and its number
+    in the scratch is one of those that were launched."""
+    return (begin <= newest) & (begin + BLOCK > oldest) & (number < blocks)
 
 
 @triton.jit
@@ -100,14 +117,7 @@ def attend(
     positions = base + row
     k_ptr += kv_head.to(tl.int64) * head_slots * D
     v_ptr += kv_head.to(tl.int64) * head_slots * D
-    # 0 * NaN is NaN. Keys that some rows see and others do not (at most 7 at either end) leave the product where their
-    # value is not finite, and come back through the weights of the rows that see them.
-    ahead = 0
-    behind = 0
-    if (newest > eldest) & (newest >= begin) & (eldest + 1 < begin + CHUNK):
-        ahead = not_finite(v_ptr, eldest + 1, newest + 1, begin, CHUNK, ring, origin, D)
-    if newest - window >= tl.maximum(oldest, begin):
-        behind = not_finite(v_ptr, oldest, newest - window + 1, begin, CHUNK, ring, origin, D)
+    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
 
     m = tl.full([SLOTS], -1e30, tl.float32)
     l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
@@ -247,26 +257,17 @@ def values_of(
     positions = base + row
     index = tl.arange(0, INNER)
     first_block = begin // BLOCK - first_of(base, window, BLOCK)  # index in the scratch; negative before the window
-    # 0 * NaN is NaN. Keys that some rows see and others do not (at most 7 at either end) leave the product where their
-    # value is not finite, and come back through the weights of the rows that see them.
-    ahead = 0
-    behind = 0
-    if (newest > eldest) & (newest >= begin) & (eldest + 1 < begin + CHUNK):
-        ahead = not_finite(v_ptr, eldest + 1, newest + 1, begin, CHUNK, ring, origin, D)
-    if newest - window >= tl.maximum(oldest, begin):
-        behind = not_finite(v_ptr, oldest, newest - window + 1, begin, CHUNK, ring, origin, D)
+    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
 
     maxima_at = block_state_ptr + pair * held_blocks + first_block
     sums_at = maxima_at + ROWS * HEADS * held_blocks
     m = tl.full([SLOTS], -1e30, tl.float32)
     for block in tl.static_range(CHUNK // BLOCK):
-        there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
-        mask = real & there
+        mask = real & written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
         m = tl.maximum(m, tl.load(maxima_at + block, mask=mask, other=-1e30))
     l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
     for block in tl.static_range(CHUNK // BLOCK):
-        there = written(begin + block * BLOCK, newest, oldest, BLOCK) & (first_block + block < blocks)
-        mask = real & there
+        mask = real & written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
         scale = tl.exp2(tl.load(maxima_at + block, mask=mask, other=-1e30) - m)
         l = tl.fma(tl.load(sums_at + block, mask=mask, other=0.0), scale, l)  # noqa: E741
 
@@ -286,7 +287,7 @@ def values_of(
             keys = begin + first + index
             held = (keys >= oldest) & (keys <= newest)
             number = first // BLOCK
-            known = real & written(begin + number * BLOCK, newest, oldest, BLOCK) & (first_block + number < blocks)
+            known = real & written(begin + number * BLOCK, newest, oldest, first_block + number, blocks, BLOCK)
             broken = has_bit(ahead, keys - eldest - 1) | has_bit(behind, keys - oldest)
             v_at = v_ptr + wrapped(start + first, index, ring)[:, None] * D + columns[None, :]
             weights = tl.load(weights_at + first, mask=known[:, None], other=0.0)
