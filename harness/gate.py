@@ -136,15 +136,24 @@ def memory_problem(folders: Sequence[Path], device: str, host_free: int | None, 
     return None
 
 
-def job_memory_problem(folders: Sequence[Path], jobs: int, host_free: int | None) -> str | None:
-    """Why that many children at once do not fit on a CPU, with the number that does; None when they fit."""
-    needed = PROCESS_BYTES + sum(estimate_load_bytes(folder, "cpu") for folder in folders)
-    if host_free is None or jobs * needed <= host_free:
-        return None
-    return (
-        f"memory: {jobs} jobs take about {jobs} x {needed / _GIB:.1f} GiB and {host_free / _GIB:.1f} GiB are free; "
-        f"give --jobs {max(host_free // needed, 1)}, or end other programs"
-    )
+def job_memory_problem(
+    folders: Sequence[Path], jobs: int, host_free: int | None, gpu_free: int | None = None, device: str = "cpu"
+) -> str | None:
+    """Why that many children at once do not fit on a CPU or on one GPU, with the number that does; None when they fit.
+
+    `host_free` and `gpu_free`: bytes; None where nobody says.
+    """
+    weights = sum(estimate_load_bytes(folder, device) for folder in folders)
+    cuda = device.startswith("cuda")
+    host = CUDA_HOST_BYTES if cuda else PROCESS_BYTES + weights
+    for needed, free, where in ((host, host_free, ""), (CUDA_BYTES + weights, gpu_free, f" on {device}")):
+        if free is None or jobs * needed <= free or (where and not cuda):
+            continue
+        return (
+            f"memory: {jobs} jobs take about {jobs} x {needed / _GIB:.1f} GiB and {free / _GIB:.1f} GiB are free"
+            f"{where}; give --jobs {max(free // needed, 1)}, or end other programs"
+        )
+    return None
 
 
 def foreign_processes(gpu: Gpu) -> str | None:

@@ -87,17 +87,14 @@ def hold(
     wait_s: float = 0.0,
     prefer: Place | None = None,
 ) -> Iterator[tuple[Place, ...]]:
-    """Hold as many places of a device as there are jobs. On a CPU the jobs share one lock: they share its cores.
+    """Hold a place of a device for each job. More jobs than GPUs share them in turn; on a CPU all share its cores.
 
-    `refuse` says why a place whose lock is ours is still not fit, or None; `prefer` is tried first. GateError, with
-    every reason, when too few are left after `wait_s`; whatever was taken is free again by then.
+    Jobs that share measure no time beside each other: the pool runs what is timed alone. `refuse` says why a place
+    whose lock is ours is still not fit, or None; `prefer` is tried first. GateError, with every reason, when too few
+    are left after `wait_s`; whatever was taken is free again by then.
     """
     offered = sorted(places(device), key=lambda place: place != prefer)
-    cpu = not device.startswith("cuda")
-    wanted = 1 if cpu else jobs
-    if not cpu and len(offered) < jobs:
-        seen = f"{len(offered)} GPU{'s' * (len(offered) != 1)} {'are' if len(offered) != 1 else 'is'} visible"
-        raise GateError(f"--jobs {jobs} on {device} takes a GPU for each job, and {seen}; ask for fewer jobs")
+    wanted = min(jobs, len(offered))
     deadline = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack:
         while True:
@@ -112,7 +109,7 @@ def hold(
         for _, lock in held:
             stack.callback(lock.release)
         found = tuple(place for place, _ in held)
-        yield found * jobs if cpu else found
+        yield tuple(found[number % len(found)] for number in range(jobs))
 
 
 def _take_free(

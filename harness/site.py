@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import gate, provenance
+from harness import gate, gpus, provenance
 from harness.admission import Admitted, admit
 from harness.children import ChildKey, name_children
 from harness.context import RunContext
 from harness.errors import GateError
+from harness.locks import Place
 from harness.pool import FlagKey, Job, Sink, grouped
 from harness.process import WORKER_COMMAND
 from harness.record.lines import AnyLine, CaseLine
@@ -141,7 +143,7 @@ def local_site(
 ) -> Iterator[LocalSite]:
     """Hold a place for each job; GateError says why not, with what to do."""
     with admit(settings.device, jobs, timed=timed, lock_dir=lock_dir, gate_off=settings.gate_off) as admitted:
-        problem = _too_many(settings.device, cases, jobs)
+        problem = _too_many(settings.device, cases, admitted.places)
         if problem is not None and not settings.gate_off:
             raise GateError(problem)
         if problem is not None:
@@ -149,10 +151,13 @@ def local_site(
         yield LocalSite(admitted, settings)
 
 
-def _too_many(device: str, cases: Sequence[Case], jobs: int) -> str | None:
-    """Why that many pairs do not fit into the memory of a CPU at once, or None."""
+def _too_many(device: str, cases: Sequence[Case], held: Sequence[Place]) -> str | None:
+    """Why the pairs of jobs that share a CPU or a GPU do not fit into its memory at once, or None."""
     pair = next((case for case in cases if case.pair is not None), None)
-    if jobs == 1 or pair is None or pair.pair is None or not device.startswith("cpu"):
+    shared = max(Counter(held).values())
+    if shared == 1 or pair is None or pair.pair is None:
         return None
     folders = [folder for folder in pair_folders(pair.pair, pair.folder, models_root()) if folder is not None]
-    return gate.job_memory_problem(folders, jobs, gate.memory_available_bytes())
+    states = [gpus.state(place.gpu) for place in set(held) if place.gpu is not None]
+    free = min((state.free_bytes for state in states if state is not None), default=None)
+    return gate.job_memory_problem(folders, shared, gate.memory_available_bytes(), free, device)

@@ -107,11 +107,15 @@ def test_each_gpu_has_a_lock_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(list(tmp_path.glob("*.lock"))) == 2
 
 
-def test_more_jobs_than_gpus_is_refused_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against two jobs that time each other on one GPU, and against locks left behind by a refusal."""
+def test_more_jobs_than_gpus_share_them_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against jobs that all land on one GPU, a shared GPU that others may measure on, and locks left behind."""
     fake_nvml(monkeypatch, A, B)
-    with pytest.raises(GateError, match="--jobs 3 on cuda takes a GPU for each job, and 2 GPUs are visible"):
-        hold("cuda", jobs=3, folder=tmp_path).__enter__()
+    with hold("cuda", jobs=3, folder=tmp_path) as shared:
+        assert [place.pin for place in shared] == [A.uuid, B.uuid, A.uuid]
+        with pytest.raises(GateError, match="0 free"):
+            hold("cuda", folder=tmp_path).__enter__()
+    with hold("cuda:1", jobs=2, folder=tmp_path) as one:
+        assert [place.device for place in one] == ["cuda:1"] * 2
     with measuring_lock(places("cuda")[1], tmp_path):
         with pytest.raises(GateError, match="2 of 2 are needed on cuda and 1 free"):
             hold("cuda", jobs=2, folder=tmp_path).__enter__()
@@ -212,6 +216,11 @@ def test_gpu_memory_is_checked_before_a_load(tmp_path: Path) -> None:
     assert "2.0 GiB and 1.0 GiB are free" in (gate.memory_problem((tmp_path,), "cuda", gib, 11 * gib) or "")
     assert "give --jobs 2" in (gate.job_memory_problem((tmp_path,), 3, 20 * gib) or "")
     assert gate.job_memory_problem((tmp_path,), 2, 20 * gib) is None
+    assert gate.job_memory_problem((tmp_path,), 3, 20 * gib, 31 * gib, "cuda") is None
+    problem = gate.job_memory_problem((tmp_path,), 4, 20 * gib, 31 * gib, "cuda")
+    assert problem is not None
+    assert "4 x 10.0 GiB and 31.0 GiB are free on cuda; give --jobs 3" in problem
+    assert "4 x 2.0 GiB" in (gate.job_memory_problem((tmp_path,), 4, 7 * gib, None, "cuda") or "")
 
 
 # ---- readings -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--record", default=None, help="With --resume: the record to finish (its page or data folder).")
 @click.option("--require", multiple=True, metavar="WHAT", help=f"Fail without it: {', '.join(REQUIREMENTS)}.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads of the child processes.")
-@click.option("--jobs", type=click.IntRange(1), default=1, help="Cases side by side: a GPU each, or sharing the CPU.")
+@click.option("--jobs", type=click.IntRange(1), default=1, help="Cases side by side, on all GPUs or sharing the CPU.")
 @click.option(
     "--executor", type=click.Choice(["local", "ray"]), default="local", help="Where jobs run. [default: here]"
 )
@@ -64,8 +64,8 @@ def run(
 
     if record is not None and not resume:
         raise UsageError("--record names what --resume finishes; give both, or neither")
-    if device is not None and ":" in device and (jobs > 1 or executor == "ray"):
-        raise UsageError(f"--device {device} is one GPU; for several jobs give --device cuda, and each gets its own")
+    if device is not None and ":" in device and executor == "ray":
+        raise UsageError(f"--device {device} is one GPU of this host; with --executor ray give --device cuda")
     loaded = load_spec(spec)
     folder = Path(out) if out is not None else DEFAULT_OUT
     chosen = tuple(case.id for case in select(plan(loaded), only)) if only else ()
