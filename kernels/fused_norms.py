@@ -1,4 +1,4 @@
-"""Norms between two products; a wide row is shared among programs of 256 elements each, which meet at a counter.
+"""Norms between two products; a wide row is shared among programs of 256 elements each, which meet in memory.
 
 One program cannot read a wide row's partial sums at more than a few per cent of the card's speed, and a row is all
 there is in classic decode. So a row's programs each take a slice, leave its sum of squares, wait for one another, and
@@ -62,7 +62,7 @@ def norm_rows(
             out.values,
             out.sums,
             out.scales,
-            *_meeting_place(h.device),
+            _meeting_place(h.device),
             float(eps),
             D=width,
             SIZE=size,
@@ -94,7 +94,7 @@ def sum_norm_rows(partials: Tensor, weight: Tensor, eps: float, rows: int, bits:
             packed.values,
             packed.sums,
             packed.scales,
-            *_meeting_place(partials.device),
+            _meeting_place(partials.device),
             float(eps),
             D=width,
             SIZE=size,
@@ -165,7 +165,7 @@ def residual_norm_rows(
             None if packed is None else packed.values,
             None if packed is None else packed.sums,
             None if packed is None else packed.scales,
-            *_meeting_place(residual.device),
+            _meeting_place(residual.device),
             float(eps),
             D=width,
             SIZE=size,
@@ -198,45 +198,51 @@ def _phases(slices: int, last: int, first: int = FIRST) -> tuple[int, ...]:
 
 
 @functools.cache
-def _meeting_place(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counters int64 [33, 8] that only ever grow, one for each number of slices and row, and the slices' sums
-    fp32 [2, 8, 32].
+def _meeting_place(device: torch.device) -> Tensor:
+    """Words int64 [33, 2, 8, 32], for each number of slices, meeting, row and program: how many meetings the program
+    has been at, and the bits of its own sum.
 
     One place for a device, since launches there follow one another on one stream.
     """
     with torch.inference_mode(False):
-        return (
-            torch.zeros(MOST_SLICES + 1, SLOTS, dtype=torch.int64, device=device),
-            torch.zeros(2, SLOTS, MOST_SLICES, dtype=torch.float32, device=device),
-        )
+        return torch.zeros(MOST_SLICES + 1, 2, SLOTS, MOST_SLICES, dtype=torch.int64, device=device)
 
 
 @triton.jit
-def _meet(counter_ptr, SLICES: tl.constexpr):
-    """Wait until every program of the row is here and what each wrote before is visible.
+def _word(count, own):
+    """A count int32 above the bits of a sum fp32, in one int64: who reads the count has the sum."""
+    return (count.to(tl.int64) << 32) | own.to(tl.uint32, bitcast=True).to(tl.int64)
 
-    The counter grows by one per program and meeting, so the count at which all are here follows from one's own; rows of
-    another number of programs count elsewhere.
+
+@triton.jit
+def _next_count(words_ptr, SLICES: tl.constexpr):
+    """What this program's next meeting at these words is counted as: one more than its last, as for all of its row.
+
+    Read from the L2: a line that another program brought into the L1 may be older.
     """
-    tl.debug_barrier()
-    here = tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
-    goal = (here // SLICES + 1) * SLICES
-    while tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < goal:
-        pass
-    tl.debug_barrier()
+    if SLICES == 1:
+        return 0
+    return (tl.load(words_ptr + tl.program_id(1), volatile=True) >> 32).to(tl.int32) + 1
 
 
 @triton.jit
-def _row_sum(own, sums_ptr, counter_ptr, SLICES: tl.constexpr, MOST: tl.constexpr, MEET: tl.constexpr):
-    """The sum over a row from each program's own sum; other programs' sums are read from the L2, where they are new."""
+def _row_sum(own, words_ptr, count, SLICES: tl.constexpr, MOST: tl.constexpr, MEET: tl.constexpr):
+    """The sum over a row from each program's own sum, once every program of the row has left its own.
+
+    Sum and count are one word, stored and read whole, so nothing has to be ordered: no fence, no atomic, one way there
+    and one back. Rows of another number of programs have words elsewhere. Without MEET programs run in turn.
+    """
     if SLICES == 1:
         return own
     else:
-        tl.store(sums_ptr + tl.program_id(1), own)
-        if MEET:
-            _meet(counter_ptr, SLICES)
         index = tl.arange(0, MOST)
-        return tree_sum(tl.load(sums_ptr + index, mask=index < SLICES, other=0.0, cache_modifier=".cg"), MOST)
+        tl.store(words_ptr + tl.program_id(1), _word(count, own))
+        words = tl.load(words_ptr + index, mask=index < SLICES, other=0, volatile=True)
+        if MEET:
+            while tl.max(((index < SLICES) & ((words >> 32).to(tl.int32) != count)).to(tl.int32), 0) > 0:
+                words = tl.load(words_ptr + index, mask=index < SLICES, other=0, volatile=True)
+        sums = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+        return tree_sum(tl.where(index < SLICES, sums, 0.0), MOST)
 
 
 @triton.jit
@@ -252,7 +258,7 @@ def _pack_normed(
 
 @triton.jit
 def _norm_rows(
-    h_ptr, weight_ptr, normed_ptr, values_ptr, sums_ptr, scales_ptr, counter_ptr, squares_ptr, eps,
+    h_ptr, weight_ptr, normed_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
@@ -260,9 +266,10 @@ def _norm_rows(
     at = part * SIZE + tl.arange(0, SIZE)
     weight = tl.load(weight_ptr + at, mask=at < D, other=0.0)
     wait_for_producers()
+    words_ptr += (SLICES * 16 + m) * 32
+    count = _next_count(words_ptr, SLICES)
     h = tl.load(h_ptr + m * D + at, mask=at < D, other=0.0).to(tl.float32)
-    counter_ptr += SLICES * 8 + m
-    squares = _row_sum(tree_sum(h * h, SIZE), squares_ptr + m * 32, counter_ptr, SLICES, 32, PHASE == 0)
+    squares = _row_sum(tree_sum(h * h, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
     if PHASE != 1:
         x = round_bf16(h * inverse_rms(squares, eps, D) * weight)
         _pack_normed(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, SIZE, BITS)
@@ -270,7 +277,7 @@ def _norm_rows(
 
 @triton.jit
 def _sum_norm_rows(
-    partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, counter_ptr, squares_ptr, eps,
+    partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
@@ -278,9 +285,10 @@ def _sum_norm_rows(
     at = part * SIZE + tl.arange(0, SIZE)
     weight = tl.load(weight_ptr + at, mask=at < D, other=0.0)
     wait_for_producers()
+    words_ptr += (SLICES * 16 + m) * 32
+    count = _next_count(words_ptr, SLICES)
     h = load_partials(partials_ptr, m, at, D, at < D, SPLIT)
-    counter_ptr += SLICES * 8 + m
-    squares = _row_sum(tree_sum(h * h, SIZE), squares_ptr + m * 32, counter_ptr, SLICES, 32, PHASE == 0)
+    squares = _row_sum(tree_sum(h * h, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
     if PHASE != 1:
         tl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
         x = round_bf16(h * inverse_rms(squares, eps, D) * weight)
@@ -290,7 +298,7 @@ def _sum_norm_rows(
 @triton.jit
 def _residual_norm_rows(
     partials_ptr, residual_ptr, post_weight_ptr, scalar_ptr, next_weight_ptr, tile_squares_ptr, out_ptr,
-    normed_ptr, values_ptr, sums_ptr, scales_ptr, counter_ptr, squares_ptr, eps,
+    normed_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, TILES: tl.constexpr, MOST_TILES: tl.constexpr,
     BITS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
@@ -304,12 +312,14 @@ def _residual_norm_rows(
     if scalar_ptr is not None:
         scalar = tl.load(scalar_ptr).to(tl.float32)
     wait_for_producers()
+    words_ptr += (SLICES * 16 + m) * 32
+    again_ptr = words_ptr + 8 * 32
+    count = _next_count(words_ptr, SLICES)
+    again = _next_count(again_ptr, SLICES)
     residual = tl.load(residual_ptr + m * D + at, mask=real, other=0.0).to(tl.float32)
     y = load_partials(partials_ptr, m, at, D, real, SPLIT)
-    counter_ptr += SLICES * 8 + m
-    first_ptr = squares_ptr + m * 32
     if tile_squares_ptr is None:
-        squares = _row_sum(tree_sum(y * y, SIZE), first_ptr, counter_ptr, SLICES, 32, PHASE == 0)
+        squares = _row_sum(tree_sum(y * y, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
     else:  # of whole tiles, powers of two as slices are: the same tree
         index = tl.arange(0, MOST_TILES)
         squares = tree_sum(tl.load(tile_squares_ptr + m * TILES + index, mask=index < TILES, other=0.0), MOST_TILES)
@@ -319,7 +329,7 @@ def _residual_norm_rows(
             h = round_bf16(h * scalar)
         tl.store(out_ptr + m * D + at, to_bf16(h), mask=real)
         if next_weight_ptr is not None:
-            squares = _row_sum(tree_sum(h * h, SIZE), first_ptr + 8 * 32, counter_ptr, SLICES, 32, PHASE == 0)
+            squares = _row_sum(tree_sum(h * h, SIZE), again_ptr, again, SLICES, 32, PHASE == 0)
             if PHASE != 2:
                 x = round_bf16(h * inverse_rms(squares, eps, D) * next_weight)
                 _pack_normed(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, SIZE, BITS)
