@@ -19,6 +19,7 @@ from harness.worker.floor import floor_line, stream_seconds
 
 WARMUP = 3
 CHAINED = 6  # classic steps of one sample where they run ahead; within the rows that can be dropped again
+PAUSE_CYCLES = 12_000_000  # of the GPU, some 6 ms: longer than launching the recordings of a round takes
 
 
 def run(bench: Bench, args: dict[str, Any], out: Output) -> dict[str, Any]:
@@ -64,7 +65,8 @@ def _plans(pair: Any, caches: Any, token: int, hidden: Any, block_sizes: Sequenc
     """What is timed at one context.
 
     Recorded steps are timed as decoding runs them, where the next step or round is launched before the host has looked:
-    classic as a chain, drafts by the device's own time, a verify step behind its drafts, whose time alone is taken off.
+    behind a pause, in which launches queue up; classic as a chain, a verify step behind its drafts, whose time is taken
+    off.
     """
     target, drafter = pair.target, pair.drafter
     recorded = getattr(caches, "room", None) is not None
@@ -103,13 +105,14 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
     seconds: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
     whole: dict[tuple[str, int], list[float]] = {(plan.step, plan.rows): [] for plan in plans}
     total = args["samples"] + WARMUP
+    queued = getattr(caches, "room", None) is not None
     for sample in range(total):
         if sample % 8 == 0:
             out.progress(sample, total, "steps")
         for plan in plans:
             # Past the window no more than 7 rows can be dropped again, so a larger block gets a copy.
             here = caches if plan.leaves <= MARGIN else caches.clone()
-            elapsed, own = _timed(partial(plan.call, here), bench.device)
+            elapsed, own = _timed(partial(plan.call, here), bench.device, queued)
             if here is caches:
                 caches.rollback(plan.leaves)
             if sample >= WARMUP:
@@ -129,11 +132,23 @@ def _time_context(bench: Bench, args: dict[str, Any], context: list[int], out: O
         out.line(StepLine.model_validate(line))
 
 
-def _timed(step: Callable[[], object], device: str) -> tuple[float, object]:
-    """Seconds of one call, the device's work included and that of the copy before it left out, and what it returned."""
+def _timed(step: Callable[[], object], device: str, queued: bool = False) -> tuple[float, object]:
+    """Seconds of one call, the device's work included and that of the copy before it left out, and what it returned.
+
+    `queued`: the device's own seconds, with what the host launches first queued up behind a pause, as behind the step
+    or round before.
+    """
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.synchronize()
+    if on_gpu and queued:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+        begin.record()
+        returned = step()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3, returned
     began = time.perf_counter()
     returned = step()
     if on_gpu:
