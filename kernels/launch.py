@@ -77,6 +77,13 @@ TABLE: dict[tuple[int, int, int], LaunchShape] = {
     (8192, 5376, 8): LaunchShape(128, 1, 4, 4, 7),
     (15360, 3840, 8): LaunchShape(64, 1, 4, 2, 11),
     (21504, 5376, 8): LaunchShape(128, 1, 3, 4, 12),
+    (1024, 5376, 16): LaunchShape(32, 1, 4, 1, 3),
+    (1024, 8192, 16): LaunchShape(32, 1, 4, 1, 2),
+    (1024, 16384, 16): LaunchShape(32, 1, 5, 1, 1),
+    (1024, 262144, 16): LaunchShape(128, 1, 4, 4, 1),
+    (8192, 1024, 16): LaunchShape(32, 1, 4, 1, 16),
+    (10752, 1024, 16): LaunchShape(32, 1, 5, 1, 12),
+    (16384, 1024, 16): LaunchShape(32, 1, 5, 1, 13),
 }
 """(K, N, bits) of every matrix of Gemma 4 12B, 31B and their drafters, fused as the engine fuses them."""
 
