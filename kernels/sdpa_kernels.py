@@ -154,45 +154,6 @@ def attend(
     tl.store(acc_ptr + pair[:, None] * D + columns[None, :], acc, mask=real[:, None])
 
 
-@triton.jit
-def block_scores(
-    q_rows, k_ptr, real, begin, newest, oldest, ring, origin,
-    D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Products of a tile's queries, at q_rows, with the keys of the block that begins here -> fp32 [SLOTS, BLOCK]."""
-    columns = tl.arange(0, STEP)
-    index = tl.arange(0, BLOCK)
-    keys = begin + index
-    held = (keys >= oldest) & (keys <= newest)
-    q_at = q_rows + columns[None, :]
-    k_at = k_ptr + slot_of(begin, index, ring, origin)[:, None] * D + columns[None, :]
-    scores = tl.full([SLOTS, BLOCK], 0.0, tl.float32)
-    for column in tl.range(0, D, STEP, num_stages=STAGES):
-        q = tl.load(q_at + column, mask=real[:, None], other=0.0)
-        k = tl.load(k_at + column, mask=held[:, None], other=0.0)
-        scores = dot(q, tl.trans(k), scores)
-    return scores
-
-
-@triton.jit
-def store_block(
-    scores, seen, state_ptr, weights_ptr, at, real, sums_from, BLOCK: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Store a block's maximum, the sum of its weights, and the weights; `at`: the block's place for each slot.
-
-    WHOLE: the maximum is the whole number at or above it.
-    """
-    scores = scores * 1.4426950408889634
-    scores = tl.where(seen, scores, float("-inf"))
-    m = tl.maximum(tl.max(scores, 1), -1e30)  # a slot that sees nothing here: weights exp2(-inf) = 0, and sum 0
-    if WHOLE:
-        m = tl.ceil(m)
-    weights = to_bf16(tl.exp2(scores - m[:, None]))
-    tl.store(state_ptr + at, m, mask=real)
-    tl.store(state_ptr + sums_from + at, tl.sum(weights.to(tl.float32), 1), mask=real)
-    tl.store(weights_ptr + at[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], weights, mask=real[:, None])
-
-
 @triton.jit(do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "held_blocks"])
 def scores_of(
     q_ptr, k_ptr, position_ptr, state_ptr, weights_ptr,
@@ -202,7 +163,8 @@ def scores_of(
 ):  # fmt: skip
     """Softmax weights of one block of keys for one tile of query slots; grid (tiles, KV heads, blocks).
 
-    Tiles come first so that those that read the same keys run side by side.
+    Tiles come first so that those that read the same keys run side by side. WHOLE: a block's maximum is the whole
+    number at or above it.
     """
     PER_TILE: tl.constexpr = SLOTS // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -218,14 +180,31 @@ def scores_of(
     row = tile * PER_TILE + slot // GROUP
     head = kv_head * GROUP + slot % GROUP
     real = (slot < PER_TILE * GROUP) & (row < rows)
-    q_rows = q_ptr + (row * HEADS + head)[:, None] * D
-    scores = block_scores(q_rows, k_ptr, real, begin, newest, oldest, ring, origin, D, SLOTS, BLOCK, STEP, STAGES)
+    columns = tl.arange(0, STEP)
+    index = tl.arange(0, BLOCK)
+    keys = begin + index
+    held = (keys >= oldest) & (keys <= newest)
+    q_at = q_ptr + (row * HEADS + head)[:, None] * D + columns[None, :]
+    k_at = k_ptr + slot_of(begin, index, ring, origin)[:, None] * D + columns[None, :]
+    scores = tl.full([SLOTS, BLOCK], 0.0, tl.float32)
+    for column in tl.range(0, D, STEP, num_stages=STAGES):
+        q = tl.load(q_at + column, mask=real[:, None], other=0.0)
+        k = tl.load(k_at + column, mask=held[:, None], other=0.0)
+        scores = dot(q, tl.trans(k), scores)
     release_consumers()
-    keys = begin + tl.arange(0, BLOCK)
+
+    scores = scores * 1.4426950408889634
     positions = base + row
     seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
+    scores = tl.where(seen, scores, float("-inf"))
+    m = tl.maximum(tl.max(scores, 1), -1e30)  # a slot that sees nothing here: weights exp2(-inf) = 0, and sum 0
+    if WHOLE:
+        m = tl.ceil(m)
+    weights = to_bf16(tl.exp2(scores - m[:, None]))
     at = (row * HEADS + head) * held_blocks + tl.program_id(2)
-    store_block(scores, seen, state_ptr, weights_ptr, at, real, ROWS * HEADS * held_blocks, BLOCK, WHOLE)
+    tl.store(state_ptr + at, m, mask=real)
+    tl.store(state_ptr + ROWS * HEADS * held_blocks + at, tl.sum(weights.to(tl.float32), 1), mask=real)
+    tl.store(weights_ptr + at[:, None] * BLOCK + index[None, :], weights, mask=real[:, None])
 
 
 @triton.jit(
@@ -307,13 +286,22 @@ def values_of(
     tl.store(acc_ptr + pair[:, None] * D + columns[None, :], acc, mask=real[:, None])
 
 
-@triton.jit
-def row_total(
-    state_ptr, acc_ptr, base, row, pair, columns, window, chunks, capacity,
+@triton.jit(do_not_specialize=["window", "max_keys", "chunks", "capacity", "out_features"])
+def combine(
+    position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
+    window, max_keys, chunks, capacity, out_features,
     HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Partials of one (row, head) at these columns, summed over its own chunks in tiles at fixed chunk numbers."""
+    """Partials of one (row, head) summed over its own chunks, in tiles at fixed chunk numbers, and rounded once.
+
+    Grid (rows, heads, parts of a head). BITS 0 stores bf16 [n, H, D], else rows ready for a product.
+    """
+    wait_for_producers()
+    base = tl.load(position_ptr)
+    row = tl.program_id(0)
+    pair = row * HEADS + tl.program_id(1)
+    columns = tl.program_id(2) * PART + tl.arange(0, PART)
     stored = first_of(base, window, CHUNK)
     first = tl.maximum(base + row - window + 1, 0) // CHUNK
     last = (base + row) // CHUNK
@@ -337,42 +325,10 @@ def row_total(
         m = top
     result = acc / l
     result = tl.where(last - stored < chunks, result, float("nan"))  # too few chunks were launched: no row is a guess
-    return result
-
-
-@triton.jit
-def store_total(
-    values_ptr, sums_ptr, scales_ptr, result, pair, columns, row, group, out_features,
-    D: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Round a total once and store it: bf16 [n, H, D] for BITS 0, else as rows ready for a product."""
+    result = tl.where(base + row < max_keys, result, float("nan"))  # its chunk may be there, its last block is not
     if BITS == 0:
         tl.store(values_ptr + pair * D + columns, to_bf16(result))
     else:
-        index = group + tl.arange(0, 1)
+        group = (tl.program_id(1) * D) // PART + tl.program_id(2) + tl.arange(0, 1)
         tile = to_bf16(result).to(tl.float32)[None, :]
-        store_rows(values_ptr, sums_ptr, scales_ptr, tile, index, row, out_features, index >= 0, BITS)
-
-
-@triton.jit(do_not_specialize=["window", "max_keys", "chunks", "capacity", "out_features"])
-def combine(
-    position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
-    window, max_keys, chunks, capacity, out_features,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Partials of one (row, head) summed over its own chunks, in tiles at fixed chunk numbers, and rounded once.
-
-    Grid (rows, heads, parts of a head). BITS 0 stores bf16 [n, H, D], else rows ready for a product.
-    """
-    wait_for_producers()
-    base = tl.load(position_ptr)
-    row = tl.program_id(0)
-    pair = row * HEADS + tl.program_id(1)
-    columns = tl.program_id(2) * PART + tl.arange(0, PART)
-    result = row_total(
-        state_ptr, acc_ptr, base, row, pair, columns, window, chunks, capacity, HEADS, D, CHUNK, TILE, PART, ROWS
-    )
-    result = tl.where(base + row < max_keys, result, float("nan"))  # its chunk may be there, its last block is not
-    group = (tl.program_id(1) * D) // PART + tl.program_id(2)
-    store_total(values_ptr, sums_ptr, scales_ptr, result, pair, columns, row, group, out_features, D, BITS)
+        store_rows(values_ptr, sums_ptr, scales_ptr, tile, group, row, out_features, group >= 0, BITS)

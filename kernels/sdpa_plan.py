@@ -18,9 +18,8 @@ class Plan:
     slots: query slots of a tile. chunk: keys of one partial softmax; inner: keys taken at once. Where the weights have
     a launch of their own, block: its keys a program, whole ones to a chunk; step: elements of a head that it takes at
     once; part: elements of a head that a program of the values writes. warps and stages of all; block_stages, where
-    not 0, of the weights' loop. scaled: weights of blocks that differ by powers of two; joined: those, with the values
-    and the totals, in one launch that has the bytes of three; there values follow `lag` chunks behind the weights, or
-    all of them for 0. registers: most of a thread, where not 0.
+    not 0, of the weights' loop. scaled: weights of blocks that differ by powers of two. registers: most of a thread of
+    the values, where not 0.
     """
 
     slots: int
@@ -33,13 +32,11 @@ class Plan:
     part: int = 0
     block_stages: int = 0
     scaled: bool = False
-    joined: bool = False
     registers: int = 0
-    lag: int = 0
 
     def __post_init__(self) -> None:
-        if self.joined > self.scaled or self.scaled > bool(self.block):
-            raise ValueError(f"attention: {self}: joined needs scaled, and scaled needs blocks")
+        if self.scaled and not self.block:
+            raise ValueError(f"attention: {self}: scaled needs blocks")
 
     @property
     def reads(self) -> int:
@@ -79,14 +76,12 @@ def plan_for(head_dim: int, group: int) -> Plan:
 class Scratch:
     """What the kernels hand on, for every (row, head): a block's maximum and sum fp32 [2, 8, H, blocks] and weights
     bf16 [8, H, blocks, keys of a block]; a chunk's maximum and sum fp32 [2, 8, H, chunks] and acc fp32
-    [chunks, 8, H, D]; counters int32 of a joined launch, zero before a call and after it, but
-    for one that gave up waiting: then they have to be cleared."""
+    [chunks, 8, H, D]."""
 
     block_state: Tensor
     weights: Tensor
     chunk_state: Tensor
     acc: Tensor
-    counters: Tensor
 
 
 def blocks_for(max_keys: int, window: int | None, plan: Plan) -> int:
@@ -116,19 +111,9 @@ def allocate_scratch(
     """Room for the partials of calls with up to max_keys keys; layers of one shape may share it."""
     plan = plan or plan_for(head_dim, heads // groups)
     blocks, chunks = blocks_for(max_keys, window, plan), chunks_for(max_keys, window, plan)
-    counters = counters_for(heads, groups, head_dim, chunks, plan)
     return Scratch(
         torch.empty(2, MAX_ROWS, heads, blocks, dtype=torch.float32, device=device),
         torch.empty(MAX_ROWS, heads, blocks, plan.block, dtype=torch.bfloat16, device=device),
         torch.empty(2, MAX_ROWS, heads, chunks, dtype=torch.float32, device=device),
         torch.empty(chunks, MAX_ROWS, heads, head_dim, dtype=torch.float32, device=device),
-        torch.zeros(counters, dtype=torch.int32, device=device),
     )
-
-
-def counters_for(heads: int, groups: int, head_dim: int, chunks: int, plan: Plan) -> int:
-    """Counters of a joined launch of 8 rows: two, and one for each chunk and each part of each tile and KV head."""
-    if not plan.joined:
-        return 0
-    tiles = triton.cdiv(MAX_ROWS, plan.slots // (heads // groups))
-    return 2 + tiles * groups * (chunks + triton.cdiv(head_dim, plan.part))

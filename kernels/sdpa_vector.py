@@ -3,8 +3,8 @@
 Keys are cut into chunks at fixed absolute positions, whatever the call's rows, window or cache. For a chunk of keys and
 a tile of query slots (row, head of the KV head's group) there is a partial softmax (maximum, sum, weighted values), and
 a last launch adds up a row's own chunks in index order and rounds once. A small tile gets its partial softmax from one
-launch, a large one from two: the weights of a block of keys, then a chunk's weights times its values. Plans exist that
-do all of it in one launch. Neither a neighbour's NaN nor a stale slot reaches a row. Scale 1, no mask.
+launch, a large one from two: the weights of a block of keys, then a chunk's weights times its values, in one of two
+forms. Neither a neighbour's NaN nor a stale slot reaches a row. Scale 1, no mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from kernels import MAX_ROWS
 from kernels.jit import check_operand, launch_options
 from kernels.rows import Rows, new_rows
-from kernels.sdpa_joined import joined, scaled_values
 from kernels.sdpa_kernels import attend, combine, scores_of, values_of
-from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, counters_for, plan_for
+from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, plan_for
+from kernels.sdpa_scaled import scaled_values
 
 __all__ = ["Scratch", "allocate_scratch", "plan_for", "sdpa_rows", "sdpa_vector", "sdpa_vector_rows"]
 
@@ -186,7 +186,6 @@ def _launch(
     blocks, chunks = blocks_for(max_keys, window, plan), chunks_for(max_keys, window, plan)
     held_blocks, held_chunks = scratch.weights.shape[2], scratch.acc.shape[0]
     fits = scratch.acc.shape[1:] == (MAX_ROWS, heads, width) and scratch.weights.shape[3] == plan.block
-    fits = fits and scratch.counters.numel() >= counters_for(heads, groups, width, chunks, plan)
     if not fits or held_chunks < chunks or held_blocks < blocks or scratch.acc.device != q.device:
         raise ValueError(
             f"attention: scratch for {held_chunks} chunks of {list(scratch.acc.shape[1:])} cannot take {chunks} chunks "
@@ -198,10 +197,6 @@ def _launch(
     place = (rows, reach, ring, origin, k.stride(0) // width)
     shape = {"HEADS": heads, "GROUP": group, "D": width, "SLOTS": plan.slots, "ROWS": MAX_ROWS}
     options = {"STAGES": plan.stages, **launch_options(q.device, plan.warps, plan.stages)}
-    if plan.joined:
-        grid = (tiles, groups, blocks, chunks)
-        _everything(q, k, v, position, scratch, plan, grid, place, shape, options, out, out_features, bits)
-        return
     if plan.block:
         _partials_of_blocks(q, k, v, position, scratch, plan, (tiles, groups, blocks, chunks), place, shape, options)
     else:
@@ -271,7 +266,7 @@ def _partials_of_blocks(
         WHOLE=plan.scaled,
         **(options | {"STAGES": plan.block_stages or plan.stages}),
     )
-    options |= registers_of(plan)
+    options |= {"maxnreg": plan.registers} if plan.registers else {}
     operands = (v, position, scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc, *place, blocks)
     cut = {"BLOCK": plan.block, "CHUNK": plan.chunk, "INNER": plan.inner, "PART": part}
     grid_of_values = (tiles, groups * (width // part), chunks)
@@ -279,61 +274,3 @@ def _partials_of_blocks(
         scaled_values[grid_of_values](*operands, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
     else:
         values_of[grid_of_values](*operands, held_blocks, scratch.acc.shape[0], **shape, **cut, **options)
-
-
-def _everything(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    scratch: Scratch,
-    plan: Plan,
-    grid: tuple[int, int, int, int],
-    place: tuple[int, ...],
-    shape: dict[str, int],
-    options: dict[str, Any],
-    out: tuple[Tensor, Tensor, Tensor],
-    out_features: int,
-    bits: int,
-) -> None:
-    """One launch for weights, values and totals; grid: tiles, KV heads, blocks, chunks."""
-    tiles, groups, blocks, chunks = grid
-    rows, heads, width = place[0], shape["HEADS"], shape["D"]
-    part, piece = min(plan.part, width), min(COMBINE_WIDTH, plan.part, width)
-    pieces = tiles * groups * (plan.chunk // plan.block + width // part) * chunks + rows * heads * (width // piece)
-    joined[(pieces,)](
-        q,
-        k,
-        v,
-        position,
-        scratch.block_state,
-        scratch.weights,
-        scratch.chunk_state,
-        scratch.acc,
-        scratch.counters,
-        *out,
-        *place,
-        blocks,
-        chunks,
-        scratch.weights.shape[2],
-        scratch.acc.shape[0],
-        tiles,
-        min(plan.lag, chunks) or chunks,
-        out_features,
-        **shape,
-        BLOCK=plan.block,
-        STEP=min(plan.step, width),
-        CHUNK=plan.chunk,
-        INNER=plan.inner,
-        PART=part,
-        TILE=COMBINE_CHUNKS,
-        WIDTH=piece,
-        BITS=bits,
-        BLOCK_STAGES=plan.block_stages or plan.stages,
-        **(options | registers_of(plan)),
-    )
-
-
-def registers_of(plan: Plan) -> dict[str, int]:
-    """The launch option that bounds a thread's registers, where the plan does."""
-    return {"maxnreg": plan.registers} if plan.registers else {}

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kernels import MAX_ROWS, reference, sdpa_plan, sdpa_vector
 from kernels.rows import pack_rows
-from kernels.sdpa_joined import split_piece
 from kernels.testing import same_bytes
 from tools import tune_sdpa
 
@@ -32,15 +31,15 @@ ODD_GROUP = scene(heads=3, groups=1, width=16, window=None, length=80, seed=4)
 WIDE = scene(heads=2, groups=1, width=64, window=None, length=140, seed=5)
 SPLIT = scene(heads=3, groups=1, width=16, window=40, length=112, seed=7)
 """Three heads to a KV head: the weights of a block have a launch of their own."""
-JOINED_PLAN = sdpa_plan.Plan(
-    16, chunk=64, inner=16, warps=4, stages=2, block=32, step=16, part=16, scaled=True, joined=True, registers=128
+SCALED_PLAN = sdpa_plan.Plan(
+    16, chunk=64, inner=16, warps=4, stages=2, block=32, step=16, part=16, scaled=True, registers=128
 )
-JOINED = dataclasses.replace(SPLIT, plan=JOINED_PLAN)
-"""All of it in one launch: chunks of two blocks, a block in two steps."""
-SCALED = dataclasses.replace(SPLIT, plan=dataclasses.replace(JOINED_PLAN, joined=False))
-JOINED_TILES = dataclasses.replace(
-    TWO_TILES, plan=dataclasses.replace(JOINED_PLAN, chunk=32, block=16, step=32, part=32, block_stages=3, lag=1)
+SCALED = dataclasses.replace(SPLIT, plan=SCALED_PLAN)
+"""Weights of blocks that differ by powers of two: chunks of two blocks."""
+SCALED_TILES = dataclasses.replace(
+    TWO_TILES, plan=dataclasses.replace(SCALED_PLAN, chunk=32, block=16, step=16, part=16, block_stages=3)
 )
+"""A block in two steps, a head in two parts."""
 FAR = scene(heads=2, groups=1, width=16, window=40, length=112, start=1984, seed=6)
 """Chunks 62 to 65: the combine's tiles of 64 chunks meet at position 2048."""
 
@@ -68,10 +67,10 @@ OTHERS = {
     "split": (SPLIT, 57, 8),
     "split-window-edge": (SPLIT, 38, 4),
     "split-wrap": (SPLIT, 91, 5),
-    "joined": (JOINED, 58, 4),
-    "joined-window-edge": (JOINED, 38, 3),
-    "joined-wrap": (JOINED, 91, 5),
-    "joined-two-tiles": (JOINED_TILES, 28, 6),
+    "scaled": (SCALED, 58, 4),
+    "scaled-window-edge": (SCALED, 38, 3),
+    "scaled-wrap": (SCALED, 91, 5),
+    "scaled-two-tiles": (SCALED_TILES, 28, 6),
     "far": (FAR, 2044, 6),
     "far-chunk-edge": (FAR, 2078, 3),
 }
@@ -83,35 +82,13 @@ def test_rows_of_other_shapes(history: Scene, position: int, rows: int) -> None:
     assert row_difference(history, position, rows) is None
 
 
-def test_one_launch_has_the_bytes_of_three() -> None:
-    """Who does a piece of the work, and when, must not reach the bytes; the counters are zero again for the next."""
-    position, rows, bucket = 60, 4, 120  # blocks and chunks beyond the last row, which nobody sees
-    expected = SCALED.call(position, rows)
-    scratch = sdpa_plan.allocate_scratch(3, 1, 16, 40, bucket, DEVICE, JOINED_PLAN)
-    where = torch.tensor([position], dtype=torch.int32, device=DEVICE)
-    operands = (JOINED.queries(position, rows), *JOINED.cache(21, 64), where, rows, 40, JOINED.ring, bucket)
-    for _ in range(2):
-        found = sdpa_vector.sdpa_vector(*operands, scratch=scratch, plan=JOINED_PLAN)
-        assert same_bytes(found[:rows], expected[:rows])
-        assert not scratch.counters.any()
-
-
-@pytest.mark.parametrize(
-    ("history", "position"), [(JOINED, 30), (SCALED, 30), (ODD_GROUP, 46)], ids=["joined", "scaled", "split"]
-)
+@pytest.mark.parametrize(("history", "position"), [(SCALED, 30), (ODD_GROUP, 46)], ids=["scaled", "split"])
 def test_a_row_whose_last_block_was_not_launched_is_nan(history: Scene, position: int) -> None:
     """Its chunk was: weights that nobody wrote must not pass for attention, and the rows before it are whole."""
     full = dataclasses.replace(history, window=None)
     found = full.call(position, 4, max_keys=position + 2)
     assert same_bytes(found[:2], full.call(position, 2)[:2])
     assert found[2:4].isnan().all()
-
-
-@nan_arithmetic
-def test_a_piece_that_never_comes_makes_nan(tmp_path: Path) -> None:
-    """A program that waits in vain gives up, and says so in the row: a GPU must not hang, nor a row be a guess."""
-    module = mutant(tmp_path, "no_blocks", [("(number < blocks)", "(number < 0)")])
-    assert JOINED.call(20, 2, module=module)[:2].isnan().all()
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -121,7 +98,7 @@ def test_rows_anywhere(position: int, rows: int, slack: int) -> None:
     assert row_difference(SLIDING, position, rows, max_keys=position + rows + slack) is None
 
 
-@pytest.mark.parametrize("history", [SLIDING, ODD_GROUP], ids=["sliding", "full"])
+@pytest.mark.parametrize("history", [SLIDING, ODD_GROUP, SCALED], ids=["sliding", "full", "scaled"])
 def test_ghost_chunks_do_not_reach_the_bytes(history: Scene) -> None:
     """A graph is captured for the longest context of its bucket: chunks that nobody sees must weigh nothing."""
     position, rows = 62, 4
@@ -135,7 +112,7 @@ def test_ghost_chunks_do_not_reach_the_bytes(history: Scene) -> None:
     where = torch.tensor([position], dtype=torch.int32, device=DEVICE)
     for max_keys in (96, 700):
         q = history.queries(position, rows)
-        found = sdpa_vector.sdpa_vector(q, *cache, where, rows, history.window, ring, max_keys)
+        found = sdpa_vector.sdpa_vector(q, *cache, where, rows, history.window, ring, max_keys, plan=history.plan)
         assert same_bytes(found[:rows], expected[:rows]), max_keys
 
 
@@ -154,8 +131,8 @@ def test_too_few_chunks_give_nan() -> None:
 @nan_arithmetic
 @pytest.mark.parametrize(
     ("history", "position", "what"),
-    [(SLIDING, 60, "kv"), (SLIDING, 57, "k"), (SLIDING, 57, "v"), (TWO_TILES, 29, "kv"), (JOINED, 58, "kv")],
-    ids=["key-and-value", "key", "value", "two-tiles", "joined"],
+    [(SLIDING, 60, "kv"), (SLIDING, 57, "k"), (SLIDING, 57, "v"), (TWO_TILES, 29, "kv"), (SCALED, 58, "kv")],
+    ids=["key-and-value", "key", "value", "two-tiles", "scaled"],
 )
 def test_a_neighbours_nan_stays_there(history: Scene, position: int, what: str) -> None:
     """A draft row whose key and value are NaN is in the cache while the rows before it attend."""
@@ -185,7 +162,7 @@ def test_a_nan_that_left_the_window_stays_out() -> None:
         assert same_bytes(found[row], SLIDING.alone(position + row)), row
 
 
-@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, FAR, JOINED])
+@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, FAR, SCALED, SCALED_TILES])
 def test_attention_is_close_to_float64(history: Scene) -> None:
     """Scale 1, query heads grouped in order, keys up to the row's own and within the window."""
     rows = 3
@@ -388,22 +365,18 @@ SPLIT_FAULTS = {
         ),
     ],
 }
-JOINED_FAULTS = {
+SCALED_FAULTS = {
     "neighbours_query": BOTH["neighbours_query"],
     "stops_with_the_first_row": [
         ("stop = tl.minimum(tl.minimum(newest + 1,", "stop = tl.minimum(tl.minimum(eldest + 1,")
     ],
-    "chunk_chosen_by_rows": [
-        (
-            "        CHUNK=plan.chunk,\n        INNER",
-            "        CHUNK=plan.chunk // (2 if rows > 4 else 1),\n        INNER",
-        )
-    ],
+    "whole_maxima_chosen_by_rows": [("WHOLE=plan.scaled", "WHOLE=plan.scaled and place[0] <= 4")],
+    "nan_for_the_whole_tile": [("(eldest + 1 + eighth <= positions[:, None])", "(eldest + 1 + eighth <= newest)")],
 }
-NAMES = {id(SLIDING): "fused", id(SPLIT): "split", id(JOINED): "joined"}
+NAMES = {id(SLIDING): "fused", id(SPLIT): "split", id(SCALED): "scaled"}
 PLANTED = [(SLIDING, name, changes) for name, changes in FAULTS.items()]
 PLANTED += [(SPLIT, name, changes) for name, changes in SPLIT_FAULTS.items()]
-PLANTED += [(JOINED, name, changes) for name, changes in JOINED_FAULTS.items()]
+PLANTED += [(SCALED, name, changes) for name, changes in SCALED_FAULTS.items()]
 
 
 @nan_arithmetic
@@ -460,32 +433,6 @@ def test_exp2_of_nothing() -> None:
     out = torch.zeros(4, device=DEVICE)
     _powers[(1,)](out)
     assert out.tolist() == [0.0, 1.0, 0.0, 0.0]
-
-
-@triton.jit(do_not_specialize=["of_blocks", "of_values", "chunks", "lag"])
-def _order(out_ptr, of_blocks, of_values, chunks, lag):
-    piece = tl.program_id(0)
-    block, value, total = split_piece(piece, of_blocks, of_values, chunks, lag)
-    tl.store(out_ptr + piece * 3, block)
-    tl.store(out_ptr + piece * 3 + 1, value)
-    tl.store(out_ptr + piece * 3 + 2, total)
-
-
-@pytest.mark.parametrize(("of_blocks", "of_values", "chunks", "lag"), [(2, 3, 4, 1), (2, 3, 4, 3), (4, 1, 3, 3)])
-def test_a_piece_waits_for_smaller_numbers_only(of_blocks: int, of_values: int, chunks: int, lag: int) -> None:
-    """A program that waits for one with a larger number may keep it from ever starting: a GPU would hang."""
-    totals = 2
-    out = torch.full((chunks * (of_blocks + of_values) + totals, 3), -7, dtype=torch.int32, device=DEVICE)
-    _order[(len(out),)](out, of_blocks, of_values, chunks, lag)
-    done: list[list[int]] = [[], [], []]
-    for piece in out.tolist():
-        (kind,) = (kind for kind, index in enumerate(piece) if index >= 0)
-        done[kind].append(piece[kind])
-        if kind == 1:
-            assert set(range((piece[1] // of_values + 1) * of_blocks)) <= set(done[0])
-        if kind == 2:
-            assert len(done[1]) == chunks * of_values
-    assert done == [list(range(count)) for count in (chunks * of_blocks, chunks * of_values, totals)]
 
 
 @pytest.mark.parametrize("name", tune_sdpa.LAYERS)
@@ -585,10 +532,10 @@ def test_gemma_rows_on_the_device(layer: str, context: int, histories: Callable[
 
 @gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", [tune_sdpa.SMALL, dataclasses.replace(tune_sdpa.SMALL, lag=2)], ids=["after", "mixed"])
+@pytest.mark.parametrize("plan", [tune_sdpa.SCALED, tune_sdpa.SMALL], ids=["three", "four"])
 @pytest.mark.parametrize("layer", ["12b-full", "31b-full"])
-def test_one_launch_on_the_device(layer: str, plan: sdpa_plan.Plan) -> None:
-    """Programs that wait for one another: every row's bytes, call after call, and close to float64."""
+def test_scaled_plans_on_the_device(layer: str, plan: sdpa_plan.Plan) -> None:
+    """Every row's bytes, call after call, and close to float64, with three or four programs a multiprocessor."""
     for context in (700, 8192):
         assert tune_sdpa.Bench(tune_sdpa.LAYERS[layer], context, rotated=0).wrong(plan) is None
 

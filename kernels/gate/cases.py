@@ -34,8 +34,8 @@ FINISHED: dict[tuple[int, int, int], Finish] = {
     (15360, 3840, 8): "squares",
 }
 """Matrices whose products are also compiled as ones that finish their sums, and how."""
-JOINED = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128, scaled=True, joined=True, registers=168)
-"""A plan in one launch, three programs a multiprocessor; without `joined` its values have a launch of their own."""
+SCALED = Plan(64, 512, 64, 4, 3, block=64, step=64, part=64, scaled=True, registers=128)
+"""A plan whose blocks differ by powers of two."""
 FULL_ATTENTION = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
 
 
@@ -292,7 +292,7 @@ def _gate(function: Callable[[Tensor, Tensor], Tensor], m: int) -> None:
 
 
 def _attention() -> Iterator[Entry]:
-    """Both kernels of attention, at several context lengths: a length must not choose a binary either."""
+    """The kernels of attention, at several context lengths: a length must not choose a binary either."""
     for model in GEOMETRIES:
         for layer in model.layers:
             if layer.kv_heads:
@@ -302,9 +302,7 @@ def _attention() -> Iterator[Entry]:
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
     full = GEOMETRIES[0].layers[1]
     scaled = {"scores_of": Expect(mma="any"), "scaled_values": Expect(mma="any")}
-    yield Entry("12b full attention, joined", partial(_attend, full, None, plan=JOINED), {"joined": Expect(mma="any")})
-    call = partial(_attend, full, None, plan=replace(JOINED, joined=False))
-    yield Entry("12b full attention, scaled", call, scaled)
+    yield Entry("12b full attention, scaled", partial(_attend, full, None, plan=SCALED), scaled)
 
 
 def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
