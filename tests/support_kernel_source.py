@@ -17,9 +17,7 @@ HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "synchronize")
 DOT_HOME = ("jit.py", "dot")
 """The one place that may call tl.dot: elsewhere fp32 operands could become tf32, or bf16 ones be interpreted wrong."""
 
-ATOMIC_HOMES = {("fused_norms.py", "_meet"), ("finishing.py", "arrive")} | {
-    ("sdpa_joined.py", name) for name in ("draw", "signal", "await_pieces")
-}
+ATOMIC_HOMES = {("fused_norms.py", "_meet")} | {("sdpa_joined.py", name) for name in ("draw", "signal", "await_pieces")}
 """Where integers are counted, never added up as results."""
 
 Function = ast.FunctionDef
