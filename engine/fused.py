@@ -75,7 +75,7 @@ def fused_step(
     attend_apart, (layer, q [8, H, D]) -> [8, H, D], which layers of the kinds that are apart take. kv are the layers'
     cache buffers; position + rows stays at most max_keys and within the tables.
     """
-    product, gated_product = (ops.product_rows, ops.gated_rows) if choice.per_row else (ops.product, ops.gated)
+    product = ops.product_rows if choice.per_row else ops.product
     h = ops.embed(weights.head, ids, weights.embed_scale, rows)
     packed = ops.norm(h, weights.layers[0].input_norm, weights.eps, rows, weights.layers[0].qkv)
     hidden = torch.empty_like(h)
@@ -102,7 +102,7 @@ def fused_step(
             w.gate_up,
             None,
         )
-        gated = gated_product(packed, w.gate_up, rows, w.down, choice.fused_geglu[w.gate_up.bits])
+        gated = ops.geglu(product(packed, w.gate_up, rows), rows, w.down, choice.fused_geglu[w.gate_up.bits])
         following = weights.final_norm if last else weights.layers[index + 1].input_norm
         h, packed = ops.residual(
             product(gated, w.down, rows),

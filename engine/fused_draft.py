@@ -88,7 +88,7 @@ def _forward(
             w.gate_up,
             None,
         )
-        gated = ops.gated(packed, w.gate_up, 1, w.down, weights.fused_geglu[w.gate_up.bits])
+        gated = ops.geglu(ops.product(packed, w.gate_up, 1), 1, w.down, weights.fused_geglu[w.gate_up.bits])
         following = weights.final_norm if last else weights.layers[index + 1].input_norm
         h, packed = ops.residual(
             product(gated, w.down, 1),

@@ -88,8 +88,6 @@ class FusedOps:
     attend(q, kv, position, rows, window | None, max_keys, for) -> packed
     residual(partials, h, post_norm, scalar | None, next_norm, eps, rows, for, normed | None) -> (h, packed)
     geglu(partials, rows, for, fused) -> packed
-    gated(packed, w, rows, for, fused) -> packed             gate_up's product and GeGLU, in one launch where w says so
-    gated_rows(packed, w, rows, for, fused) -> packed        likewise, a launch per row
     head(partials, rows, cap | None, with_logits) -> (logits [8, V] | None, ids int32 [8])
     pack(x [8, K], rows, for) -> packed                      rows as they are, of attention that a flag takes apart
 
@@ -108,8 +106,8 @@ class FusedOps:
 
     embed: Callable[..., Tensor]
     norm: Callable[..., Any]
-    product: Callable[[Any, Linear, int], Any]
-    product_rows: Callable[[Any, Linear, int], Any]
+    product: Callable[[Any, Linear, int], Tensor]
+    product_rows: Callable[[Any, Linear, int], Tensor]
     heads: Callable[..., Tensor]
     attend: Callable[..., Any]
     residual: Callable[..., tuple[Tensor, Any]]
@@ -122,8 +120,6 @@ class FusedOps:
     reuse: Callable[[Any, Tensor, Linear], Any]
     pick: Callable[[Tensor], Any]
     settle: Callable[[Any, Tensor, int], None]
-    gated: Callable[..., Any]
-    gated_rows: Callable[..., Any]
 
 
 @dataclass(frozen=True)

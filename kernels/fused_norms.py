@@ -118,14 +118,12 @@ def residual_norm_rows(
     out: Tensor | None = None,
     packed: Rows | None = None,
     normed: Tensor | None = None,
-    squares: Tensor | None = None,
 ) -> tuple[Tensor, Rows | None]:
     """What stands between a product and the next: norm, residual add, layer scalar, next norm, packing.
 
     partials fp32 [split, 8, D] of o or down; residual bf16 [8, D]; post_weight and next_weight fp32 [D]; scalar bf16
     [1] or None -> the new residual bf16 [8, D] and `Rows` of its norm, None without next_weight. `out` must not be
-    the residual's own memory; `normed` bf16 [8, D] also receives the plain normed rows. `squares` fp32 [8, tiles], what
-    a finished product leaves with its sums, saves the row's programs their first meeting. Other rows are not written.
+    the residual's own memory; `normed` bf16 [8, D] also receives the plain normed rows. Other rows are not written.
     """
     check_operand("residual_norm_rows: partials", partials, torch.float32, (None, SLOTS, None))
     split, _, width = partials.shape
@@ -142,24 +140,19 @@ def residual_norm_rows(
         raise ValueError(f"{where}: normed and packed rows need next_weight")
     if normed is not None:
         check_operand(f"{where}: normed", normed, torch.bfloat16, (SLOTS, width))
-    if squares is not None:
-        check_operand(f"{where}: squares", squares, torch.float32, (SLOTS, None))
     if out is None:
         out = torch.empty_like(residual)
     check_operand(f"{where}: out", out, torch.bfloat16, (SLOTS, width))
     if out.data_ptr() == residual.data_ptr():
         raise ValueError(f"{where}: out is the residual itself; give another buffer")
     slices, size = _slices(width)
-    tiles = 0 if squares is None else squares.shape[1]
-    first = FIRST if squares is None else SECOND
-    for phase in _phases(slices, SECOND if next_weight is None else THIRD, first):
+    for phase in _phases(slices, SECOND if next_weight is None else THIRD):
         _residual_norm_rows[(rows, slices)](
             partials,
             residual,
             post_weight,
             scalar,
             next_weight,
-            squares,
             out,
             normed,
             None if packed is None else packed.values,
@@ -170,8 +163,6 @@ def residual_norm_rows(
             D=width,
             SIZE=size,
             SPLIT=split,
-            TILES=tiles,
-            MOST_TILES=triton.next_power_of_2(max(tiles, 1)),
             BITS=bits,
             PHASE=phase,
             **launch_options(residual.device, _warps(size), alone=True),
@@ -192,9 +183,9 @@ def _warps(size: int) -> int:
     return 1 if size <= SLICE else size // 128
 
 
-def _phases(slices: int, last: int, first: int = FIRST) -> tuple[int, ...]:
+def _phases(slices: int, last: int) -> tuple[int, ...]:
     """One launch whose programs meet; a launch per phase in the interpreter, which runs one program after another."""
-    return tuple(range(first, last + 1)) if INTERPRETED.value and slices > 1 else (MEETING,)
+    return tuple(range(FIRST, last + 1)) if INTERPRETED.value and slices > 1 else (MEETING,)
 
 
 @functools.cache
@@ -297,10 +288,9 @@ def _sum_norm_rows(
 
 @triton.jit
 def _residual_norm_rows(
-    partials_ptr, residual_ptr, post_weight_ptr, scalar_ptr, next_weight_ptr, tile_squares_ptr, out_ptr,
+    partials_ptr, residual_ptr, post_weight_ptr, scalar_ptr, next_weight_ptr, out_ptr,
     normed_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
-    D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, TILES: tl.constexpr, MOST_TILES: tl.constexpr,
-    BITS: tl.constexpr, PHASE: tl.constexpr,
+    D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
     m, part = tl.program_id(0), tl.program_id(1)
@@ -313,16 +303,13 @@ def _residual_norm_rows(
         scalar = tl.load(scalar_ptr).to(tl.float32)
     wait_for_producers()
     words_ptr += (SLICES * 16 + m) * 32
-    again_ptr = words_ptr + 8 * 32
     count = _next_count(words_ptr, SLICES)
-    again = _next_count(again_ptr, SLICES)
+    if next_weight_ptr is not None:
+        again_ptr = words_ptr + 8 * 32
+        again = _next_count(again_ptr, SLICES)
     residual = tl.load(residual_ptr + m * D + at, mask=real, other=0.0).to(tl.float32)
     y = load_partials(partials_ptr, m, at, D, real, SPLIT)
-    if tile_squares_ptr is None:
-        squares = _row_sum(tree_sum(y * y, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
-    else:  # of whole tiles, powers of two as slices are: the same tree
-        index = tl.arange(0, MOST_TILES)
-        squares = tree_sum(tl.load(tile_squares_ptr + m * TILES + index, mask=index < TILES, other=0.0), MOST_TILES)
+    squares = _row_sum(tree_sum(y * y, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
     if PHASE != 1:
         h = round_bf16(residual + round_bf16(y * inverse_rms(squares, eps, D) * post_weight))
         if scalar_ptr is not None:

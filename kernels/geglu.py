@@ -87,7 +87,7 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def gated(gate, up, FUSED: tl.constexpr):
+def _gated(gate, up, FUSED: tl.constexpr):
     """bf16 values gate and up in fp32 -> the product in fp32, not yet rounded."""
     if FUSED:
         return gelu_tanh(gate) * up
@@ -103,7 +103,7 @@ def _geglu(gate_ptr, up_ptr, out_ptr, I: tl.constexpr, FUSED: tl.constexpr, BLOC
     wait_for_producers()
     gate = tl.load(gate_ptr + at, mask=real, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, to_bf16(gated(gate, up, FUSED)), mask=real)
+    tl.store(out_ptr + at, to_bf16(_gated(gate, up, FUSED)), mask=real)
 
 
 @triton.jit
@@ -125,5 +125,5 @@ def _geglu_rows(
     wait_for_producers()
     gate = load_partials(partials_ptr, m, column, 2 * I, valid[:, None], SPLIT)
     up = load_partials(partials_ptr, m, column + I, 2 * I, valid[:, None], SPLIT)
-    x = round_bf16(gated(gate, up, FUSED))
+    x = round_bf16(_gated(gate, up, FUSED))
     store_rows(values_ptr, sums_ptr, scales_ptr, x, group, m, I, valid, BITS)

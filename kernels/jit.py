@@ -68,9 +68,9 @@ def wait_for_producers():
 
 
 @triton.jit
-def release_consumers(now: tl.constexpr = True):
-    """Let the next launch's programs start as soon as there is room for them; or not yet, but when programs end."""
-    if now and not INTERPRETED:
+def release_consumers():
+    """Let the next launch's programs start as soon as there is room for them."""
+    if not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
 
 

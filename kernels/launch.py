@@ -7,37 +7,26 @@ the number of rows. `tools/tune_qmv.py` measures candidates on a GPU and prints 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 GROUP = 64
 PROGRAMS = 800
 """Programs that the default aims for: about six on each of 132 multiprocessors."""
 
-Finish = Literal["no", "sum", "squares", "gated", "gated late"]
-"""What the last program of a tile does with the tile's partial sums: leave them to the consumer; add them; add them and
-also leave the sum of squares, for a norm behind o or down; take gate and up through GeGLU, so that the next launch is
-down's product. Late: that one is released by the end of this one's programs, since a product whose programs are placed
-while others still hold the card ends up unevenly spread (decision 8)."""
-
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """tile rows of the matrix a program, unroll groups of 64 inputs a step, stages in flight, warps, split of K, and
-    whether the product finishes its own sums."""
+    """tile rows of the matrix a program, unroll groups of 64 inputs a step, stages in flight, warps, split of K."""
 
     tile: int
     unroll: int
     stages: int
     warps: int
     split: int
-    finish: Finish = "no"
 
     def __post_init__(self) -> None:
         powers = all(size > 0 and size & (size - 1) == 0 for size in (self.tile, self.unroll, self.warps))
         if not powers or self.tile < 16 or self.tile < 16 * self.warps or self.stages < 1 or self.split < 1:
             raise ValueError(f"{self}: tile, unroll and warps must be powers of two, tile at least 16 for each warp")
-        if self.finish not in get_args(Finish):
-            raise ValueError(f"{self}: finish must be one of {', '.join(get_args(Finish))}")
 
 
 TABLE: dict[tuple[int, int, int], LaunchShape] = {

@@ -5,19 +5,16 @@ instructions; M reaches the mask of the store and nothing else. Per group of 64 
     acc += scale * (q . x) + bias * sum(x)
 with fp32 accumulation and integer q exact in the operand type: 4-bit codes as bf16 16 + q (the offset folds into the
 bias), 8-bit codes as fp16 q - 128 against activations that carry a power of two per group. K is split by the matrix's
-shape, and a consumer adds the partial sums in index order, or the last program of each tile does (`kernels.finishing`).
+shape, and a consumer adds the partial sums in index order.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.finishing import MOST_TILES, PITCH, arrive, counters, finish_gated, finish_sums
 from kernels.jit import (
     GROUP,
     INTERPRETED,
@@ -60,48 +57,25 @@ add.rn.f16x2 $1, high, offset;
 """)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Where the last program of a tile puts what it finishes, instead of leaving partial sums.
-
-    sums fp32 [1, 8, N], and squares fp32 [8, tiles] where a norm follows; or rows, what GeGLU makes of gate and up,
-    with one rounding (fused) or one per op. late: the next launch is released by the end of the programs alone.
-    """
-
-    sums: Tensor | None = None
-    squares: Tensor | None = None
-    rows: Rows | None = None
-    fused: bool = False
-    late: bool = False
-
-
 def qmv(x: Rows, weight: PackedWeight, rows: int = SLOTS, out: Tensor | None = None) -> Tensor:
     """Partial sums of x times weight transposed: fp32 [split, 8, N]; slots from `rows` on are left as they were.
 
-    Where the launch shape says that the product finishes them, they come as one: [1, 8, N]. ValueError where x was not
-    packed for this matrix's K and bits.
+    ValueError where x was not packed for this matrix's K and bits.
     """
-    return _sums(x, weight, rows, out, per_row=False)
+    out = _output(x, weight, rows, out)
+    _launch(x, weight, 0, rows, out)
+    return out
 
 
 def qmv_rows(x: Rows, weight: PackedWeight, rows: int = SLOTS, out: Tensor | None = None) -> Tensor:
-    """The same sums with a launch per row, each reading the matrix anew; the same bytes as `qmv`."""
-    return _sums(x, weight, rows, out, per_row=True)
+    """The same partial sums with a launch per row, each reading the matrix anew; the same bytes as `qmv`."""
+    out = _output(x, weight, rows, out)
+    for row in range(rows):
+        _launch(x, weight, row, 1, out)
+    return out
 
 
-def multiply(x: Rows, weight: PackedWeight, rows: int, per_row: bool, ending: Ending) -> None:
-    """A product that finishes its sums, in one launch or in one per row; rows from `rows` on are left as they were."""
-    _check_rows(x, weight, rows)
-    shape = weight.shape
-    tiles = weight.codes.shape[0]
-    if tiles > MOST_TILES:
-        raise ValueError(f"qmv: {tiles} tiles; a product that finishes its sums has at most {MOST_TILES}")
-    parts = torch.empty(tiles, shape.split, SLOTS, shape.tile, dtype=torch.float32, device=x.values.device)
-    _launches(x, weight, rows, per_row, parts, ending)
-
-
-def _check_rows(x: Rows, weight: PackedWeight, rows: int) -> None:
-    """ValueError unless x fits the matrix and a launch takes so many rows."""
+def _output(x: Rows, weight: PackedWeight, rows: int, out: Tensor | None) -> Tensor:
     if x.width != weight.in_features or x.bits != weight.bits:
         raise ValueError(
             f"qmv: rows packed for K = {x.width}, {x.bits} bits; the matrix has K = {weight.in_features},"
@@ -109,41 +83,19 @@ def _check_rows(x: Rows, weight: PackedWeight, rows: int) -> None:
         )
     if not 1 <= rows <= SLOTS:
         raise ValueError(f"qmv: {rows} rows; a launch takes 1 to {SLOTS}")
-
-
-def finishes(weight: PackedWeight) -> bool:
-    """Whether the matrix's products add up their own partial sums: where its launch shape says so and there are any."""
-    shape = weight.shape
-    return shape.finish != "no" and shape.split > 1 and weight.codes.shape[0] <= MOST_TILES
-
-
-def _sums(x: Rows, weight: PackedWeight, rows: int, out: Tensor | None, per_row: bool) -> Tensor:
-    _check_rows(x, weight, rows)
-    finish = finishes(weight)
-    shape = (1 if finish else weight.shape.split, SLOTS, weight.out_features)
+    shape = (weight.shape.split, SLOTS, weight.out_features)
     if out is None:
-        out = torch.empty(shape, dtype=torch.float32, device=x.values.device)
-    else:
-        check_operand("qmv: out", out, torch.float32, shape)
-    if finish:
-        multiply(x, weight, rows, per_row, Ending(out))
-    else:
-        _launches(x, weight, rows, per_row, out, None)
+        return torch.empty(shape, dtype=torch.float32, device=x.values.device)
+    check_operand("qmv: out", out, torch.float32, shape)
     return out
 
 
-def _launches(x: Rows, weight: PackedWeight, rows: int, per_row: bool, out: Tensor, ending: Ending | None) -> None:
-    for first in range(rows) if per_row else (0,):
-        _launch(x, weight, first, 1 if per_row else rows, out, ending)
-
-
-def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor, ending: Ending | None) -> None:
+def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) -> None:
     shape = weight.shape
     groups = weight.in_features // GROUP
     steps = -(-groups // shape.unroll)
     part = -(-steps // shape.split) * shape.unroll
     tiles = weight.codes.shape[0]
-    gated = None if ending is None else ending.rows
     _qmv[(tiles, shape.split)](  # tiles first: neighbours share their part of x, and find it in the cache
         x.values,
         x.sums,
@@ -151,12 +103,6 @@ def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor, 
         weight.codes,
         weight.scales,
         out,
-        None if ending is None else counters(x.values.device),
-        None if ending is None else ending.sums,
-        None if ending is None else ending.squares,
-        None if gated is None else gated.values,
-        None if gated is None else gated.sums,
-        None if gated is None else gated.scales,
         first,
         count,
         weight.out_features,
@@ -166,9 +112,6 @@ def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor, 
         TILE=shape.tile,
         UNROLL=shape.unroll,
         STAGES=shape.stages,
-        GATED_BITS=0 if gated is None else gated.bits,
-        FUSED=ending is not None and ending.fused,
-        RELEASE=ending is None or not ending.late,
         **launch_options(x.values.device, shape.warps, shape.stages),
     )
 
@@ -202,12 +145,6 @@ def _qmv(
     codes_ptr,
     scales_ptr,
     out_ptr,
-    counters_ptr,
-    total_ptr,
-    squares_ptr,
-    gated_values_ptr,
-    gated_sums_ptr,
-    gated_scales_ptr,
     first,
     count,
     N,
@@ -217,9 +154,6 @@ def _qmv(
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-    GATED_BITS: tl.constexpr,
-    FUSED: tl.constexpr,
-    RELEASE: tl.constexpr,
 ):
     STORED: tl.constexpr = 32 if BITS == 4 else 64
     tile = tl.program_id(0)
@@ -265,38 +199,7 @@ def _qmv(
                 acc = tl.fma(tl.broadcast_to(bias[:, None], (TILE, 8)), tl.broadcast_to(sums[None, :], (TILE, 8)), acc)
     # The next launch may start now: its programs wait for this one's stores before they read, and starting them
     # earlier was slower, since they take room from programs that still stream.
-    release_consumers(RELEASE)
+    release_consumers()
+    n = tile * TILE + row
     stored = (slot >= first) & (slot < first + count)
-    if counters_ptr is None:
-        n = tile * TILE + row
-        tl.store(out_ptr + (share * 8 + slot[None, :]) * N + n[:, None], acc, mask=stored[None, :] & (n < N)[:, None])
-    else:
-        # Tile-major and whole tiles, so that the last program reads what it needs in wide loads whatever N is.
-        split = tl.num_programs(1)
-        span = split * 8 * TILE
-        at = tile.to(tl.int64) * span + share * (8 * TILE) + slot[None, :] * TILE + row[:, None]
-        tl.store(out_ptr + at, acc, mask=tl.broadcast_to(stored[None, :], (TILE, 8)))
-        end = first + count
-        if GATED_BITS == 0:
-            if arrive(counters_ptr + tile * PITCH, split):
-                parts_ptr = out_ptr + tile.to(tl.int64) * span
-                finish_sums(parts_ptr, total_ptr, squares_ptr, tile, first, end, split, N, TILE)
-        else:  # gate in the first half of the tiles, up in the second; both count at the gate tile's counter
-            half = tl.num_programs(0) // 2
-            gate = tile % half
-            if arrive(counters_ptr + gate * PITCH, 2 * split):
-                finish_gated(
-                    out_ptr + gate.to(tl.int64) * span,
-                    out_ptr + (gate + half).to(tl.int64) * span,
-                    gated_values_ptr,
-                    gated_sums_ptr,
-                    gated_scales_ptr,
-                    gate,
-                    first,
-                    end,
-                    split,
-                    N // 2,
-                    TILE,
-                    GATED_BITS,
-                    FUSED,
-                )
+    tl.store(out_ptr + (share * 8 + slot[None, :]) * N + n[:, None], acc, mask=stored[None, :] & (n < N)[:, None])

@@ -90,8 +90,7 @@ def sum_partials(partials: Tensor, rows: int = SLOTS, out: Tensor | None = None)
 
 @triton.jit
 def store_rows(values_ptr, sums_ptr, scales_ptr, x, group, m, K, valid, BITS: tl.constexpr):
-    """Store groups of row m, or of rows m int32 [G]: x fp32 [G, 64] of bf16 values, group int32 [G], valid bool [G]; K
-    is the row's width."""
+    """Store groups of row m: x fp32 [G, 64] of bf16 values, group int32 [G], valid bool [G]; K is the row's width."""
     column = tl.arange(0, 64)
     place = column
     if BITS == 4:

@@ -21,7 +21,6 @@ from kernels.embed import dense_rows, embed_rows
 from kernels.fused_norms import norm_rows, residual_norm_rows, sum_norm_rows
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
-from kernels.products import Squared, gated_product, product, sums_of
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
 from kernels.rmsnorm import rmsnorm
@@ -91,20 +90,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], firs
     return sdpa_rows(q.contiguous(), k, v, spans, first)
 
 
-def _product(x: Rows, w: Linear, rows: int) -> Tensor | Squared:
-    return product(x, w.operand, rows)
+def _product(x: Rows, w: Linear, rows: int) -> Tensor:
+    return qmv(x, w.operand, rows)
 
 
-def _product_rows(x: Rows, w: Linear, rows: int) -> Tensor | Squared:
-    return product(x, w.operand, rows, per_row=True)
-
-
-def _gated(x: Rows, w: Linear, rows: int, following: Linear, fused: bool) -> Rows:
-    return gated_product(x, w.operand, rows, following.operand.bits, fused)
-
-
-def _gated_rows(x: Rows, w: Linear, rows: int, following: Linear, fused: bool) -> Rows:
-    return gated_product(x, w.operand, rows, following.operand.bits, fused, per_row=True)
+def _product_rows(x: Rows, w: Linear, rows: int) -> Tensor:
+    return qmv_rows(x, w.operand, rows)
 
 
 def _embed(head: Linear, ids: Tensor, scale: Tensor, rows: int) -> Tensor:
@@ -116,7 +107,7 @@ def _norm(h: Tensor, weight: Tensor, eps: float, rows: int, following: Linear) -
 
 
 def _heads(
-    partials: Tensor | Squared,
+    partials: Tensor,
     norm_heads: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -130,7 +121,7 @@ def _heads(
     width = shape.head_dim
     k, v, ring = (None, None, 1) if kv is None else (kv[0], kv[1], kv.shape[2])
     return head_norms_rope(
-        sums_of(partials),
+        partials,
         norm_heads,
         cos.view(-1, width),
         sin.view(-1, width),
@@ -157,7 +148,7 @@ def _attend(
 
 
 def _residual(
-    partials: Tensor | Squared,
+    partials: Tensor,
     h: Tensor,
     post_norm: Tensor,
     scalar: Tensor | None,
@@ -167,29 +158,18 @@ def _residual(
     following: Linear,
     normed: Tensor | None,
 ) -> tuple[Tensor, Rows]:
-    squares = partials.squares if isinstance(partials, Squared) else None
-    out, packed = residual_norm_rows(
-        sums_of(partials),
-        h,
-        post_norm,
-        scalar,
-        next_norm,
-        eps,
-        rows,
-        following.operand.bits,
-        normed=normed,
-        squares=squares,
-    )
+    bits = following.operand.bits
+    out, packed = residual_norm_rows(partials, h, post_norm, scalar, next_norm, eps, rows, bits, normed=normed)
     assert packed is not None
     return out, packed
 
 
-def _geglu(partials: Tensor | Squared, rows: int, following: Linear, fused: bool) -> Rows:
-    return geglu_rows(sums_of(partials), rows, following.operand.bits, fused)
+def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool) -> Rows:
+    return geglu_rows(partials, rows, following.operand.bits, fused)
 
 
-def _head(partials: Tensor | Squared, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
-    logits, partials = None, sums_of(partials)
+def _head(partials: Tensor, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
+    logits = None
     if with_logits:
         logits = torch.empty(MAX_ROWS, partials.shape[2], dtype=torch.bfloat16, device=partials.device)
     ids, _ = head_argmax(partials, rows, cap, logits=logits)
@@ -201,9 +181,9 @@ def _pack(x: Tensor, rows: int, following: Linear) -> Rows:
 
 
 def _join(
-    head: Linear, ids: Tensor, at: int, pick: Tensor | None, scale: Tensor, state: Tensor | Squared, following: Linear
+    head: Linear, ids: Tensor, at: int, pick: Tensor | None, scale: Tensor, state: Tensor, following: Linear
 ) -> Rows:
-    return join_rows(head.operand, ids, at, pick, scale, sums_of(state), following.operand.bits)
+    return join_rows(head.operand, ids, at, pick, scale, state, following.operand.bits)
 
 
 def _join_accepted(
@@ -221,8 +201,8 @@ def _join_accepted(
     return join_accepted_rows(head.operand, ids, best, hidden, position, draft_position, rows, scale, bits)
 
 
-def _enter(partials: Tensor | Squared, weight: Tensor, eps: float, following: Linear) -> tuple[Tensor, Rows]:
-    return sum_norm_rows(sums_of(partials), weight, eps, 1, following.operand.bits)
+def _enter(partials: Tensor, weight: Tensor, eps: float, following: Linear) -> tuple[Tensor, Rows]:
+    return sum_norm_rows(partials, weight, eps, 1, following.operand.bits)
 
 
 def _reuse(packed: Rows, x: Tensor, following: Linear) -> Rows:
@@ -230,8 +210,8 @@ def _reuse(packed: Rows, x: Tensor, following: Linear) -> Rows:
     return packed if packed.bits == bits else pack_rows(x, bits, 1)
 
 
-def _pick(partials: Tensor | Squared) -> Tensor:
-    return head_best(sums_of(partials), 1, None)
+def _pick(partials: Tensor) -> Tensor:
+    return head_best(partials, 1, None)
 
 
 FUSED = FusedOps(
@@ -251,8 +231,6 @@ FUSED = FusedOps(
     reuse=_reuse,
     pick=_pick,
     settle=write_best,
-    gated=_gated,
-    gated_rows=_gated_rows,
 )
 
 KERNELS = Kernels(

@@ -118,8 +118,6 @@ def fused_ops(table: Tensor) -> FusedOps:
         reuse=lambda packed, x, following: x,
         pick=lambda partials: reference.argmax(partials[:1])[0],
         settle=lambda pick, ids, at: ids[at : at + 1].fill_(pick),
-        gated=lambda x, w, rows, following, fused: _geglu(reference.linear(x, w, rows), fused),
-        gated_rows=lambda x, w, rows, following, fused: _geglu(reference.linear_rows(x, w, rows), fused),
     )
 
 

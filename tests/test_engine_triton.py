@@ -26,7 +26,6 @@ from engine.requests import GenerationRequest
 from engine.speculative import speculative_decode
 from engine.target import Target
 from kernels import MAX_ROWS, Stored, Weight, kernels_for
-from kernels.launch import LaunchShape
 from kernels.repack import dequantize_packed, unpack_dense, unpack_weight
 from kernels.testing import row_difference, same_bytes
 
@@ -221,29 +220,6 @@ def test_a_step_in_few_launches_has_the_bytes_of_the_plain_ops(tiny_target: Targ
         assert same_bytes(hidden, found[0][1])
         assert ids == found[0][2]
         assert cached == found[0][3]
-
-
-@pytest.mark.slow
-@interpreted
-def test_a_step_of_finishing_products_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch shapes may say for every matrix how its product finishes, and the engine cannot tell."""
-    found = []
-    for finish in ("no", "sum", "squares", "gated"):
-        shape = LaunchShape(64, 1, 2, 2, 2, finish)
-        monkeypatch.setattr("kernels.repack.launch_shape", lambda *_, shape=shape: shape)
-        wider = replace(TINIER, hidden_size=128, intermediate_size=128)
-        target = make_pair(wider, policy=DispatchPolicy(backend="triton")).target
-        assert target._layers[0].gate_up.operand.shape == shape
-        for multirow in (True, False):
-            flags = replace(Flags(), qmv_multirow=multirow)
-            policy = DispatchPolicy(backend="triton", flags=flags)
-            caches = target.new_caches()
-            out = target.with_policy(policy).step([7, 9, 300], caches, "verify")
-            found.append((out.logits, out.hidden, caches.snapshot_bytes()))
-    for logits, hidden, cached in found[1:]:
-        assert same_bytes(logits, found[0][0])
-        assert same_bytes(hidden, found[0][1])
-        assert cached == found[0][2]
 
 
 @pytest.mark.parametrize(

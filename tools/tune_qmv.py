@@ -3,7 +3,6 @@
     python -m tools.tune_qmv                                  # every matrix of the table, about a second each
     python -m tools.tune_qmv --only 8192x5376-4bit --wide     # one matrix, more candidates
     python -m tools.tune_qmv --only 1024x262144-16bit         # one that is not in the table yet
-    python -m tools.tune_qmv --finish                         # products that finish their sums, with their consumers
 
 Candidates are timed at one row as graphs of calls over rotated weights (codes, scales and all, over 1 GB, so that no
 byte is found in a cache); the best ones again at one, four and eight rows. The first whose eight rows cost at most
@@ -109,11 +108,11 @@ def median_us(run: Callable[[], object], calls: int, repeats: int) -> float:
 class Memory:
     """Random codes and scales that all matrices share, larger than any cache."""
 
-    def __init__(self, largest: int, rotated: int = ROTATED_BYTES, device: str = "cuda") -> None:
-        self.codes = torch.randint(0, 256, (max(rotated, 2 * largest),), dtype=torch.uint8, device=device)
+    def __init__(self, largest: int) -> None:
+        self.codes = torch.randint(0, 256, (max(ROTATED_BYTES, 2 * largest),), dtype=torch.uint8, device="cuda")
         count = self.codes.numel() // 32
-        scale = (torch.rand(count, device=device) * 0.01 + 1e-3).to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
-        bias = (torch.randn(count, device=device) * 0.05).to(torch.bfloat16).view(torch.int16).int() << 16
+        scale = (torch.rand(count, device="cuda") * 0.01 + 1e-3).to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
+        bias = (torch.randn(count, device="cuda") * 0.05).to(torch.bfloat16).view(torch.int16).int() << 16
         self.scales = bias | scale
 
     def time(self, matrix: Matrix, shape: LaunchShape, m: int, repeats: int = 7) -> float:
@@ -138,9 +137,9 @@ class Memory:
         return median_us(run, len(weights), repeats)
 
 
-def random_rows(width: int, bits: int, device: str = "cuda") -> Rows:
+def random_rows(width: int, bits: int) -> Rows:
     """Rows of random values."""
-    x = new_rows(width, bits, torch.device(device))
+    x = new_rows(width, bits, torch.device("cuda"))
     x.values.normal_()
     x.sums.normal_()
     x.scales.fill_(1.0)
@@ -172,7 +171,6 @@ def tune(memory: Memory, matrix: Matrix, wide: bool, flat: float, ceiling: float
     ]  # none fills a card: the default is what there is
     timed = sorted((memory.time(matrix, shape, 1), repr(shape), shape) for shape in shapes)
     known = TABLE.get(matrix)
-    known = None if known is None else replace(known, finish="no")
     best = [shape for _, _, shape in timed[:8]]
     again = []
     for shape in [*best, *([known] if known is not None and known not in best else [])]:
@@ -196,7 +194,6 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="KxN-Bbit", help="this matrix alone")
     parser.add_argument("--wide", action="store_true", help="more candidates")
     parser.add_argument("--flat", type=float, default=1.033, help="largest time of eight rows over one (default 1.033)")
-    parser.add_argument("--finish", action="store_true", help="time chains of products that finish their sums")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first (default 8)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -206,12 +203,7 @@ def main() -> int:
         wanted = f"KxN-Bbit, K a multiple of {GROUP}, N at least 32, B one of {', '.join(map(str, FORMS))}"
         print(f"tune_qmv: no matrix: {', '.join(unknown)}; expected {wanted}", file=sys.stderr)
         return 2
-    matrices = [matrix for name in args.only if (matrix := matrix_of(name))]
-    if args.finish:
-        from tools import tune_finish
-
-        return tune_finish.main(matrices, args.jobs)
-    matrices = matrices or list(TABLE)
+    matrices = [matrix for name in args.only if (matrix := matrix_of(name))] or list(TABLE)
     work = list(
         {
             (m[2], s.tile, s.unroll, s.stages, s.warps): (m, s) for m in matrices for s in candidates(m, args.wide)

@@ -83,7 +83,7 @@ def _triton_product(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, co
 
     shape = packed.shape
     words = f"tile {shape.tile}, {shape.unroll} groups a step, {shape.stages} stages, {shape.warps} warps"
-    config = f"{words}, split {shape.split}" + ("" if shape.finish == "no" else f", finish {shape.finish}")
+    config = f"{words}, split {shape.split}"
     return OurProduct(copies, packed.nbytes, config, lambda x: pack_rows(x, bits), run, run_rows)
 
 

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import argmax, draft_rows, embed, fused_norms, geglu, products, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import argmax, draft_rows, embed, fused_norms, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
 from kernels.gate import qwen35
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
-from kernels.launch import TABLE, Finish, LaunchShape, launch_shape
+from kernels.launch import TABLE, LaunchShape, launch_shape
 from kernels.repack import PackedWeight
 from kernels.sdpa_plan import Plan
 
@@ -27,13 +27,6 @@ EPS = 1e-6
 SPLIT = 4
 UNTUNED = Expect(mma="HMMA", rows=SLOTS)
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
-FINISHED: dict[tuple[int, int, int], Finish] = {
-    (5376, 43008, 4): "gated",
-    (8192, 5376, 4): "squares",
-    (3840, 30720, 8): "gated",
-    (15360, 3840, 8): "squares",
-}
-"""Matrices whose products are also compiled as ones that finish their sums, and how."""
 SCALED = Plan(64, 512, 64, 4, 3, block=64, step=64, part=64, scaled=True, registers=128)
 """A plan whose blocks differ by powers of two."""
 FULL_ATTENTION = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
@@ -110,10 +103,6 @@ def _products() -> Iterator[Entry]:
         shape = launch_shape(width, features, bits)
         call = partial(_multiply, width, features, bits, shape)
         yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv": UNTUNED})
-    for key, finish in FINISHED.items():
-        width, features, bits = key
-        call = partial(_finish, width, features, bits, replace(TABLE[key], finish=finish))
-        yield Entry(f"qmv {width}x{features} {bits} bits, finish {finish}", call, {"_qmv": product(bits)})
 
 
 def _matrix(width: int, features: int, bits: int, shape: LaunchShape) -> PackedWeight:
@@ -133,16 +122,6 @@ def _multiply(width: int, features: int, bits: int, shape: LaunchShape, m: int) 
     qmv.qmv_rows(x, weight, m)
 
 
-def _finish(width: int, features: int, bits: int, shape: LaunchShape, m: int) -> None:
-    x = rows.new_rows(width, bits, torch.device("cpu"))
-    weight = _matrix(width, features, bits, shape)
-    for per_row in (False, True):
-        if shape.finish.startswith("gated"):
-            products.gated_product(x, weight, m, bits, True, per_row)
-        else:
-            products.product(x, weight, m, per_row)
-
-
 def _row_ops() -> Iterator[Entry]:
     """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax."""
     for model in GEOMETRIES:
@@ -154,7 +133,6 @@ def _row_ops() -> Iterator[Entry]:
         for layer in model.layers:
             yield Entry(f"{model.name} {layer.name} head_norms_rope", partial(_head_norms, layer))
         yield Entry(f"{model.name} geglu_rows", partial(_geglu_rows, model))
-    yield Entry("31b residual_norm_rows behind a finished product", partial(_finished_residual, GEOMETRIES[1]))
     model = GEOMETRIES[0]
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
@@ -212,14 +190,6 @@ def _residual(model: Geometry, bits: int | None, m: int) -> None:
     n = model.hidden
     sums, weight = floats(model.split, SLOTS, n), None if bits is None else floats(n)
     fused_norms.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
-
-
-def _finished_residual(model: Geometry, m: int) -> None:
-    n, weight = model.hidden, floats(model.hidden)
-    sums, squares = floats(1, SLOTS, n), floats(SLOTS, n // 128)
-    fused_norms.residual_norm_rows(
-        sums, halves(SLOTS, n), weight, halves(1), weight, EPS, m, model.mlp_bits, squares=squares
-    )
 
 
 def _head_norms(layer: Attention, m: int) -> None:
