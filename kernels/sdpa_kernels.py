@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.jit import dot, release_consumers, to_bf16, wait_for_producers
+from kernels.jit import INTERPRETED, dot, release_consumers, to_bf16, wait_for_producers
 from kernels.rows import store_rows
 
 
@@ -154,12 +154,21 @@ def attend(
     tl.store(acc_ptr + pair[:, None] * D + columns[None, :], acc, mask=real[:, None])
 
 
+@triton.jit
+def request(pointers):
+    """Ask the L2 for the lines at these addresses, whose values a later launch will read."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @triton.jit(do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "held_blocks"])
 def scores_of(
-    q_ptr, k_ptr, position_ptr, state_ptr, weights_ptr,
+    q_ptr, k_ptr, v_ptr, position_ptr, state_ptr, weights_ptr,
     rows, window, ring, origin, head_slots, held_blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of one block of keys for one tile of query slots; grid (tiles, KV heads, blocks).
 
@@ -192,6 +201,11 @@ def scores_of(
         k = tl.load(k_at + column, mask=held[:, None], other=0.0)
         scores = dot(q, tl.trans(k), scores)
     release_consumers()
+    if AHEAD:  # noqa: SIM102 (a constant decides first)
+        if (tile == 0) & (tl.program_id(2) % AHEAD == 0):
+            slots = slot_of(begin, tl.minimum(index, newest - begin), ring, origin)
+            v_at = v_ptr + kv_head.to(tl.int64) * head_slots * D + slots[:, None] * D
+            request(v_at + tl.arange(0, D // 64)[None, :] * 64)
 
     scores = scores * 1.4426950408889634
     positions = base + row
@@ -222,10 +236,12 @@ def values_of(
     tile, kv_head = tl.program_id(0), tl.program_id(1) // (D // PART)
     columns = tl.program_id(1) % (D // PART) * PART + tl.arange(0, PART)
     v_ptr += kv_head.to(tl.int64) * head_slots * D
-    wait_for_producers()
+    # Position and values are read before the wait: written before the launch that this one follows, which has waited.
     base = tl.load(position_ptr)
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
+    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
+    wait_for_producers()
     if (begin > newest) | (begin + CHUNK <= oldest):
         return
 
@@ -236,7 +252,6 @@ def values_of(
     positions = base + row
     index = tl.arange(0, INNER)
     first_block = begin // BLOCK - first_of(base, window, BLOCK)  # index in the scratch; negative before the window
-    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
 
     maxima_at = block_state_ptr + pair * held_blocks + first_block
     sums_at = maxima_at + ROWS * HEADS * held_blocks
@@ -291,14 +306,14 @@ def combine(
     position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
     window, max_keys, chunks, capacity, out_features,
     HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Partials of one (row, head) summed over its own chunks, in tiles at fixed chunk numbers, and rounded once.
 
     Grid (rows, heads, parts of a head). BITS 0 stores bf16 [n, H, D], else rows ready for a product.
     """
+    base = tl.load(position_ptr)  # before the wait: written before the launch that this one follows, which has waited
     wait_for_producers()
-    base = tl.load(position_ptr)
     row = tl.program_id(0)
     pair = row * HEADS + tl.program_id(1)
     columns = tl.program_id(2) * PART + tl.arange(0, PART)
@@ -309,7 +324,7 @@ def combine(
     m = tl.full([1], -1e30, tl.float32)
     l = tl.full([1], 0.0, tl.float32)  # noqa: E741
     acc = tl.full([PART], 0.0, tl.float32)
-    for start in tl.range(first // TILE * TILE, last + 1, TILE, num_stages=2):
+    for start in tl.range(first // TILE * TILE, last + 1, TILE, num_stages=STAGES):
         chunk = start + tl.arange(0, TILE)
         index = chunk - stored
         own = (chunk >= first) & (chunk <= last) & (index < chunks)

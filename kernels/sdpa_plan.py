@@ -33,6 +33,8 @@ class Plan:
     block_stages: int = 0
     scaled: bool = False
     registers: int = 0
+    ahead: int = 0
+    block_slots: int = 0
 
     def __post_init__(self) -> None:
         if self.scaled and not self.block:

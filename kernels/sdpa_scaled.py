@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.jit import INTERPRETED, dot, power_of_two, to_bf16, wait_for_producers
+from kernels.jit import INTERPRETED, dot, power_of_two, release_consumers, to_bf16, wait_for_producers
 from kernels.sdpa_kernels import first_of, has_bit, interior, reach, wild_keys, wrapped, written
 
 
@@ -46,14 +46,15 @@ def scaled_values(
     PARTS: tl.constexpr = D // PART
     tile, kv_head, part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     columns = part * PART + tl.arange(0, PART)
-    wait_for_producers()
+    v_ptr += kv_head.to(tl.int64) * head_slots * D
+    # Position and values are read before the wait: written before the launch that this one follows, which has waited.
     base = tl.load(position_ptr)
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
+    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
+    wait_for_producers()
     if (begin > newest) | (begin + CHUNK <= oldest):
         return
-    v_ptr += kv_head.to(tl.int64) * head_slots * D
-    ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
 
     slot = tl.arange(0, SLOTS)
     row = tile * PER_TILE + slot // GROUP
@@ -70,6 +71,13 @@ def scaled_values(
     for block in tl.static_range(CHUNK // BLOCK):
         there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
         m = tl.maximum(m, tl.load(maxima_at + block, mask=real & there, other=-1e30))
+    l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
+    if part == 0:
+        for block in tl.static_range(CHUNK // BLOCK):
+            there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
+            gap = tl.load(maxima_at + block, mask=real & there, other=-1e30) - m
+            total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=real & there, other=0.0)
+            l = tl.fma(total, power_of_two(exponent_of(gap)), l)  # noqa: E741
 
     acc = tl.full([SLOTS, PART], 0.0, tl.float32)
     if interior(begin, CHUNK, eldest, newest, window) & (start + CHUNK <= ring):
@@ -97,13 +105,9 @@ def scaled_values(
         newer &= eldest + 1 + eighth > positions[:, None] - window
         acc = tl.where(tl.max((newer | older).to(tl.int32), 1)[:, None] > 0, float("nan"), acc)
 
+    release_consumers()
+
     if part == 0:
-        l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
-        for block in tl.static_range(CHUNK // BLOCK):
-            there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
-            gap = tl.load(maxima_at + block, mask=real & there, other=-1e30) - m
-            total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=real & there, other=0.0)
-            l = tl.fma(total, power_of_two(exponent_of(gap)), l)  # noqa: E741
         at = chunk_state_ptr + pair * held_chunks + tl.program_id(2)
         tl.store(at, m, mask=real)
         tl.store(at + ROWS * HEADS * held_chunks, l, mask=real)

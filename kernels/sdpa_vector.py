@@ -31,6 +31,8 @@ UNBOUNDED = 1 << 30
 COMBINE_CHUNKS = 64
 """Chunks that the combine sums at once, in tiles at multiples of 64 in absolute chunk number."""
 
+COMBINE_STAGES = 2
+
 COMBINE_WIDTH = 64
 """Elements of a head that one program of the combine writes: a group of the product that follows."""
 
@@ -232,6 +234,7 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
+        STAGES=COMBINE_STAGES,
         **launch_options(q.device, 4),
     )
 
@@ -252,18 +255,21 @@ def _partials_of_blocks(
     tiles, groups, blocks, chunks = grid
     held_blocks, width = scratch.weights.shape[2], shape["D"]
     part = min(plan.part, width)
-    scores_of[(tiles, groups, blocks)](
+    block_slots = plan.block_slots or plan.slots
+    scores_of[(triton.cdiv(place[0], block_slots // shape["GROUP"]), groups, blocks)](
         q,
         k,
+        v,
         position,
         scratch.block_state,
         scratch.weights,
         *place,
         held_blocks,
-        **shape,
+        **(shape | {"SLOTS": block_slots}),
         BLOCK=plan.block,
         STEP=min(plan.step, width),
         WHOLE=plan.scaled,
+        AHEAD=plan.ahead,
         **(options | {"STAGES": plan.block_stages or plan.stages}),
     )
     options |= {"maxnreg": plan.registers} if plan.registers else {}

@@ -17,9 +17,6 @@ HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "synchronize")
 DOT_HOME = ("jit.py", "dot")
 """The one place that may call tl.dot: elsewhere fp32 operands could become tf32, or bf16 ones be interpreted wrong."""
 
-ATOMIC_HOMES: set[tuple[str, str]] = set()
-"""Where integers are counted, never added up as results."""
-
 Function = ast.FunctionDef
 
 
@@ -82,11 +79,8 @@ def _body(name: str, function: Function) -> Iterator[tuple[int, str]]:
     for called, call in _calls(function):
         if called == "tl.dot" and (name, function.name) != DOT_HOME:
             yield call.lineno, "tl.dot outside kernels.jit.dot: fp32 operands would become tf32"
-        if called.startswith("tl.atomic_") and (name, function.name) not in ATOMIC_HOMES:
-            yield (
-                call.lineno,
-                f"{called}: the order of float atomics is not fixed; write partials and sum them in order",
-            )
+        if called.startswith("tl.atomic_"):
+            yield call.lineno, f"{called}: the order of float atomics is not fixed; write partials and sum them in order"
 
 
 def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:

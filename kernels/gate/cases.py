@@ -7,7 +7,7 @@ Tensors are uninitialised CPU memory: wrappers check them, Triton specializes on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
