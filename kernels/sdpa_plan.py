@@ -48,8 +48,12 @@ class Plan:
 
 PLANS = {
     (256, 2): Plan(slots=16, chunk=64, inner=64, warps=4, stages=2),
-    (512, 16): Plan(slots=64, chunk=256, inner=64, warps=4, stages=4, block=64, step=64, part=64),
-    (512, 8): Plan(slots=64, chunk=512, inner=64, warps=4, stages=3, block=64, step=64, part=128),
+    (512, 16): Plan(
+        64, 512, 64, 4, 3, block=64, step=128, part=64, block_stages=3, scaled=True, registers=128, block_slots=16
+    ),
+    (512, 8): Plan(
+        64, 512, 64, 4, 3, block=64, step=128, part=128, block_stages=3, scaled=True, registers=168, block_slots=16
+    ),
 }
 """Tuned shapes: (head_dim, query heads per KV head)."""
 
