@@ -83,6 +83,13 @@ def written(begin, newest, oldest, number, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def seen_block(begin, positions, window, number, blocks, BLOCK: tl.constexpr):
+    """Which rows see a key of the block that begins here, where it is one of those that were launched: for them its
+    scores are stored, whatever tile they are in."""
+    return (begin <= positions) & (begin + BLOCK > positions - window + 1) & (number < blocks)
+
+
+@triton.jit
 def first_of(base, window, SIZE: tl.constexpr):
     """Number of the block or chunk at index 0 of the scratch: that of the oldest key that row 0 sees."""
     return tl.maximum(base - window + 1, 0) // SIZE
@@ -173,7 +180,8 @@ def scores_of(
     """Softmax weights of one block of keys for one tile of query slots; grid (tiles, KV heads, blocks).
 
     Tiles come first so that those that read the same keys run side by side. WHOLE: a block's maximum is the whole
-    number at or above it.
+    number at or above it. AHEAD: of every so many blocks the values are asked for, so that the memory has work while
+    this launch ends and the next begins.
     """
     PER_TILE: tl.constexpr = SLOTS // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -201,11 +209,11 @@ def scores_of(
         k = tl.load(k_at + column, mask=held[:, None], other=0.0)
         scores = dot(q, tl.trans(k), scores)
     release_consumers()
-    if AHEAD:  # noqa: SIM102 (a constant decides first)
+    if AHEAD:  # noqa: SIM102 (a constant first: 0 divides nothing)
         if (tile == 0) & (tl.program_id(2) % AHEAD == 0):
             slots = slot_of(begin, tl.minimum(index, newest - begin), ring, origin)
             v_at = v_ptr + kv_head.to(tl.int64) * head_slots * D + slots[:, None] * D
-            request(v_at + tl.arange(0, D // 64)[None, :] * 64)
+            request(v_at + tl.arange(0, (D + 63) // 64)[None, :] * 64)
 
     scores = scores * 1.4426950408889634
     positions = base + row
@@ -306,7 +314,7 @@ def combine(
     position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
     window, max_keys, chunks, capacity, out_features,
     HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Partials of one (row, head) summed over its own chunks, in tiles at fixed chunk numbers, and rounded once.
 
@@ -324,7 +332,7 @@ def combine(
     m = tl.full([1], -1e30, tl.float32)
     l = tl.full([1], 0.0, tl.float32)  # noqa: E741
     acc = tl.full([PART], 0.0, tl.float32)
-    for start in tl.range(first // TILE * TILE, last + 1, TILE, num_stages=STAGES):
+    for start in tl.range(first // TILE * TILE, last + 1, TILE, num_stages=1):
         chunk = start + tl.arange(0, TILE)
         index = chunk - stored
         own = (chunk >= first) & (chunk <= last) & (index < chunks)

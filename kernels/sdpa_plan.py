@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,8 +18,9 @@ class Plan:
     slots: query slots of a tile. chunk: keys of one partial softmax; inner: keys taken at once. Where the weights have
     a launch of their own, block: its keys a program, whole ones to a chunk; step: elements of a head that it takes at
     once; part: elements of a head that a program of the values writes. warps and stages of all; block_stages, where
-    not 0, of the weights' loop. scaled: weights of blocks that differ by powers of two. registers: most of a thread of
-    the values, where not 0.
+    not 0, of the weights' loop, and block_slots its tile's query slots. scaled: weights of blocks that differ by powers
+    of two. registers: most of a thread of the values, where not 0. ahead: of every so many blocks the values are
+    asked for while the weights are made; 0 for none.
     """
 
     slots: int
@@ -33,12 +34,14 @@ class Plan:
     block_stages: int = 0
     scaled: bool = False
     registers: int = 0
-    ahead: int = 0
     block_slots: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.scaled and not self.block:
             raise ValueError(f"attention: {self}: scaled needs blocks")
+        if self.block_slots and not self.scaled:
+            raise ValueError(f"attention: {self}: tiles of their own for the weights need scaled")
 
     @property
     def reads(self) -> int:
@@ -46,14 +49,11 @@ class Plan:
         return max(self.block, self.inner)
 
 
+FULL = Plan(64, 512, 64, 4, 3, block=64, block_stages=3, block_slots=16, scaled=True)
 PLANS = {
     (256, 2): Plan(slots=16, chunk=64, inner=64, warps=4, stages=2),
-    (512, 16): Plan(
-        64, 512, 64, 4, 3, block=64, step=128, part=64, block_stages=3, scaled=True, registers=128, block_slots=16
-    ),
-    (512, 8): Plan(
-        64, 512, 64, 4, 3, block=64, step=128, part=128, block_stages=3, scaled=True, registers=168, block_slots=16
-    ),
+    (512, 16): replace(FULL, chunk=1024, step=64, part=64, stages=6, registers=128, ahead=4),
+    (512, 8): replace(FULL, step=128, part=128, registers=168),
 }
 """Tuned shapes: (head_dim, query heads per KV head)."""
 

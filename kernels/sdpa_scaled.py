@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.jit import INTERPRETED, dot, power_of_two, release_consumers, to_bf16, wait_for_producers
-from kernels.sdpa_kernels import first_of, has_bit, interior, reach, wild_keys, wrapped, written
+from kernels.sdpa_kernels import first_of, has_bit, interior, reach, seen_block, wild_keys, wrapped
 
 
 @triton.jit
@@ -69,14 +69,14 @@ def scaled_values(
     start = (begin - origin) % ring
     m = tl.full([SLOTS], -1e30, tl.float32)
     for block in tl.static_range(CHUNK // BLOCK):
-        there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
-        m = tl.maximum(m, tl.load(maxima_at + block, mask=real & there, other=-1e30))
+        there = real & seen_block(begin + block * BLOCK, positions, window, first_block + block, blocks, BLOCK)
+        m = tl.maximum(m, tl.load(maxima_at + block, mask=there, other=-1e30))
     l = tl.full([SLOTS], 0.0, tl.float32)  # noqa: E741
     if part == 0:
         for block in tl.static_range(CHUNK // BLOCK):
-            there = written(begin + block * BLOCK, newest, oldest, first_block + block, blocks, BLOCK)
-            gap = tl.load(maxima_at + block, mask=real & there, other=-1e30) - m
-            total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=real & there, other=0.0)
+            there = real & seen_block(begin + block * BLOCK, positions, window, first_block + block, blocks, BLOCK)
+            gap = tl.load(maxima_at + block, mask=there, other=-1e30) - m
+            total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=there, other=0.0)
             l = tl.fma(total, power_of_two(exponent_of(gap)), l)  # noqa: E741
 
     acc = tl.full([SLOTS, PART], 0.0, tl.float32)
@@ -95,9 +95,11 @@ def scaled_values(
             held = (keys >= oldest) & (keys <= newest)
             broken = has_bit(ahead, keys - eldest - 1) | has_bit(behind, keys - oldest)
             v_at = v_ptr + wrapped(start + first, index, ring)[:, None] * D + columns[None, :]
-            weights = tl.load(weights_at + first, mask=real[:, None], other=0.0)
+            number = first // BLOCK
+            there = real & seen_block(begin + number * BLOCK, positions, window, first_block + number, blocks, BLOCK)
+            weights = tl.load(weights_at + first, mask=there[:, None], other=0.0)
             v = tl.load(v_at, mask=(held & ~broken)[:, None], other=0.0)
-            gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
+            gap = tl.load(maxima_at + number, mask=there, other=-1e30) - m
             acc = dot(scaled(weights, gap), v, acc)
         eighth = tl.arange(0, 8)[None, :]
         newer = has_bit(ahead, eighth) & (eldest + 1 + eighth <= positions[:, None])

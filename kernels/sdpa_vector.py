@@ -31,8 +31,6 @@ UNBOUNDED = 1 << 30
 COMBINE_CHUNKS = 64
 """Chunks that the combine sums at once, in tiles at multiples of 64 in absolute chunk number."""
 
-COMBINE_STAGES = 1
-
 COMBINE_WIDTH = 64
 """Elements of a head that one program of the combine writes: a group of the product that follows."""
 
@@ -234,7 +232,6 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
-        STAGES=COMBINE_STAGES,
         **launch_options(q.device, 4),
     )
 

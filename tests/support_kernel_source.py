@@ -80,7 +80,10 @@ def _body(name: str, function: Function) -> Iterator[tuple[int, str]]:
         if called == "tl.dot" and (name, function.name) != DOT_HOME:
             yield call.lineno, "tl.dot outside kernels.jit.dot: fp32 operands would become tf32"
         if called.startswith("tl.atomic_"):
-            yield call.lineno, f"{called}: the order of float atomics is not fixed; write partials and sum them in order"
+            yield (
+                call.lineno,
+                f"{called}: the order of float atomics is not fixed; write partials and sum them in order",
+            )
 
 
 def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:

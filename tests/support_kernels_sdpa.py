@@ -71,7 +71,11 @@ class Scene:
         where = torch.tensor([position], dtype=torch.int32, device=self.q.device)
         keys = max_keys or position + rows
         operands = (self.queries(position, rows), k, v, where, rows, self.window, self.ring, keys)
-        return module.sdpa_vector(*operands, plan=self.plan)
+        heads, width = self.q.shape[1:]
+        scratch = module.allocate_scratch(heads, k.shape[0], width, self.window, keys, self.q.device, self.plan)
+        for held in (scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc):
+            held.fill_(NAN)  # what is read although no launch of this call wrote it
+        return module.sdpa_vector(*operands, scratch=scratch, plan=self.plan)
 
     def alone(self, position: int, module: Any = sdpa_vector) -> Tensor:
         """The one-row call of classic decode at this position [H, D], computed once per kernel."""

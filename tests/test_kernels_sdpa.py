@@ -40,8 +40,14 @@ SCALED_TILES = dataclasses.replace(
     TWO_TILES, plan=dataclasses.replace(SCALED_PLAN, chunk=32, block=16, step=16, part=16, block_stages=3)
 )
 """A block in two steps, a head in two parts."""
+SCALED_SMALL_TILES = dataclasses.replace(
+    SPLIT, plan=dataclasses.replace(SCALED_PLAN, slots=32, block_slots=16, ahead=2)
+)
+"""Weights of five rows a tile, values of ten: a tile of values has rows that see blocks which others do not."""
 FAR = scene(heads=2, groups=1, width=16, window=40, length=112, start=1984, seed=6)
 """Chunks 62 to 65: the combine's tiles of 64 chunks meet at position 2048."""
+
+FULL_PLANS = [sdpa_plan.PLANS[512, 16], sdpa_plan.PLANS[512, 8]]
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 nan_arithmetic = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -71,6 +77,9 @@ OTHERS = {
     "scaled-window-edge": (SCALED, 38, 3),
     "scaled-wrap": (SCALED, 91, 5),
     "scaled-two-tiles": (SCALED_TILES, 28, 6),
+    "scaled-small-tiles": (SCALED_SMALL_TILES, 58, 8),
+    "scaled-small-tiles-window-edge": (SCALED_SMALL_TILES, 38, 8),
+    "scaled-small-tiles-wrap": (SCALED_SMALL_TILES, 91, 8),
     "far": (FAR, 2044, 6),
     "far-chunk-edge": (FAR, 2078, 3),
 }
@@ -460,13 +469,13 @@ def test_the_tuner_refuses_a_plan_that_rows_reach(monkeypatch: pytest.MonkeyPatc
     right = bench.exact.clone()
     cases = {
         "None": (1.0, 1.0),
-        "of 8 at 20 has not its one-row call's bytes": (1.0, 1.01),
+        "of 8 at 16 has not its one-row call's bytes": (1.0, 1.01),
         "error 1.0e-02": (1.01, 1.01),
     }
     for message, factors in cases.items():
 
         def attention(*operands: Any, factors: tuple[float, float] = factors, **_: Any) -> Tensor:
-            first, rows = int(operands[3]) - 20, operands[4]
+            first, rows = int(operands[3]) - bench.first, operands[4]
             return (right.roll(-first, 0) * factors[rows == 8]).bfloat16()
 
         monkeypatch.setattr(tune_sdpa, "sdpa_vector", attention)
@@ -532,11 +541,11 @@ def test_gemma_rows_on_the_device(layer: str, context: int, histories: Callable[
 
 @gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", [tune_sdpa.SCALED, tune_sdpa.SMALL], ids=["three", "four"])
+@pytest.mark.parametrize("plan", [*FULL_PLANS, tune_sdpa.SMALL], ids=["12b", "31b", "one-tile"])
 @pytest.mark.parametrize("layer", ["12b-full", "31b-full"])
 def test_scaled_plans_on_the_device(layer: str, plan: sdpa_plan.Plan) -> None:
-    """Every row's bytes, call after call, and close to float64, with three or four programs a multiprocessor."""
-    for context in (700, 8192):
+    """Every row's bytes on both sides of an edge of blocks, call after call, and close to float64."""
+    for context in (704, 8192):
         assert tune_sdpa.Bench(tune_sdpa.LAYERS[layer], context, rotated=0).wrong(plan) is None
 
 

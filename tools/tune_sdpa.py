@@ -126,7 +126,9 @@ class Bench:
     """One layer type at one context: queries, and caches that are together larger than the L2."""
 
     def __init__(self, layer: Layer, context: int, rotated: int = ROTATED_BYTES, device: str = "cuda") -> None:
-        self.layer, self.context, self.device = layer, context, device
+        self.layer, self.device = layer, device
+        self.context = context
+        self.first = context - MAX_ROWS // 2  # rows on both sides of an edge of blocks and chunks
         self.ring = layer.ring(context)
         copies = max(2, min(48, -(-rotated // layer.nbytes(context))))
         generator = torch.Generator(device).manual_seed(context)
@@ -147,7 +149,7 @@ class Bench:
         k, v = self.caches[0]
         rows = []
         for row in range(MAX_ROWS):
-            end = self.context + row + 1
+            end = self.first + row + 1
             start = 0 if layer.window is None else max(0, end - layer.window)
             slots = torch.arange(start, end, device=self.device) % self.ring
             q = self.q[row].double().view(layer.groups, repeats, layer.width)
@@ -158,7 +160,7 @@ class Bench:
     def scratch(self, plan: Plan) -> Scratch:
         """Room for a plan's partials."""
         layer = self.layer
-        keys = self.context + MAX_ROWS
+        keys = self.first + MAX_ROWS
         return allocate_scratch(layer.heads, layer.groups, layer.width, layer.window, keys, self.device, plan)
 
     def call(
@@ -167,8 +169,8 @@ class Bench:
         """Rows from row `row` on; the slots of the others hold NaN."""
         q = torch.full_like(self.q, float("nan"))
         q[:rows] = self.q[row : row + rows]
-        where = torch.tensor([self.context + row], dtype=torch.int32, device=self.device)
-        keys = self.context + MAX_ROWS
+        where = torch.tensor([self.first + row], dtype=torch.int32, device=self.device)
+        keys = self.first + MAX_ROWS
         operands = (q, *self.caches[copy], where, rows, self.layer.window, self.ring, keys)
         return sdpa_vector(*operands, out=out, scratch=scratch, plan=plan)
 
@@ -179,27 +181,27 @@ class Bench:
         for row in range(MAX_ROWS):
             alone.append(self.call(plan, scratch, 1, row)[0].clone())
             if not bool(alone[-1].isfinite().all()):
-                return f"row alone at {self.context + row} is not finite"
+                return f"row alone at {self.first + row} is not finite"
         for count, row in ((8, 0), (3, 2), (8, 0)):
             found = self.call(plan, scratch, count, row)
             for index in range(count):
                 if not same_bytes(found[index], alone[row + index]):
-                    return f"row {index} of {count} at {self.context + row} has not its one-row call's bytes"
+                    return f"row {index} of {count} at {self.first + row} has not its one-row call's bytes"
         error = float((torch.stack(alone).double() - self.exact).norm() / self.exact.norm())
         if not error <= ERROR:
-            return f"error {error:.1e} at {self.context}"
+            return f"error {error:.1e} at {self.first}"
         for _ in range(AGAIN if self.device == "cuda" else 1):
             for held in (scratch.block_state, scratch.weights, scratch.chunk_state, scratch.acc):
                 held.fill_(float("nan"))  # what is read before it is written must not be what the last call left
             if not same_bytes(self.call(plan, scratch, MAX_ROWS), found):
-                return f"rows changed from call to call: {MAX_ROWS} at {self.context}"
+                return f"rows changed from call to call: {MAX_ROWS} at {self.first}"
         return None
 
     def time(self, plan: Plan, rows: int, repeats: int = 15) -> float:
         """Microseconds of a call of `rows` rows, in a graph of calls on one cache after another."""
         scratch, out = self.scratch(plan), torch.empty_like(self.q)
-        where = torch.tensor([self.context], dtype=torch.int32, device=self.device)
-        keys = self.context + MAX_ROWS
+        where = torch.tensor([self.first], dtype=torch.int32, device=self.device)
+        keys = self.first + MAX_ROWS
 
         def run() -> None:
             for cache in self.caches:

@@ -33,9 +33,10 @@ class AttentionBench:
         self.layer = layer_of(args["geometry"], args["layer"])
         self.context = int(args["context"])
         window = self.layer.window
+        self.first = self.context - MAX_ROWS // 2  # rows on both sides of an edge of blocks and chunks of keys
         self.capacity = self.context + MAX_ROWS
         self.ring = self.capacity if window is None else window + MARGIN
-        seen = len(visible(self.context, window))
+        seen = len(visible(self.first, window))
         self.nbytes = seen * self.layer.groups * self.layer.width * 2 * 2
         self.copies = copies_for(self.nbytes, args["rotate_mb"], device)
         generator = torch.Generator(device).manual_seed(args["seed"])
@@ -43,7 +44,7 @@ class AttentionBench:
         size = (self.layer.groups, self.ring, self.layer.width)
         first = (self._random(generator, *size), self._random(generator, *size))
         self.caches = [first, *((first[0].clone(), first[1].clone()) for _ in range(self.copies - 1))]
-        self.positions = torch.arange(self.context, self.capacity, dtype=torch.int32, device=device)
+        self.positions = torch.arange(self.first, self.capacity, dtype=torch.int32, device=device)
         self.ours = kernel_api.attention(
             args["backend"],
             self.layer.heads,
@@ -78,7 +79,7 @@ class AttentionBench:
     def _call(self, q: Tensor, rows: int, row: int = 0, cache: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Attention of `rows` rows, the first at the place of row `row`."""
         k, v = cache or self.caches[0]
-        return self.ours.run(q, k, v, self._position(row), self.context + row, rows)
+        return self.ours.run(q, k, v, self._position(row), self.first + row, rows)
 
     def checks(self) -> Iterator[Found]:
         """Byte checks, the last of them on many calls."""
@@ -111,13 +112,13 @@ class AttentionBench:
         position, (k, v) = self._position(0), self.caches[0]
 
         def again() -> Tensor:
-            return self.ours.run(self.q, k, v, position, self.context, MAX_ROWS)
+            return self.ours.run(self.q, k, v, position, self.first, MAX_ROWS)
 
         yield from repeat_checks(again, torch.stack(alone), self.args["repeat_calls"])
 
     def _cut(self, row: int) -> tuple[Tensor, Tensor]:
         """The cache with NaN wherever this row may not look."""
-        slots = torch.tensor([key % self.ring for key in visible(self.context + row, self.layer.window)])
+        slots = torch.tensor([key % self.ring for key in visible(self.first + row, self.layer.window)])
         hidden = torch.ones(self.caches[0][0].shape[1], dtype=torch.bool)
         hidden[slots] = False
         hidden = hidden.to(self.q.device)[None, :, None]
@@ -137,7 +138,7 @@ class AttentionBench:
     def _calls(self, order: list[int], position: Tensor, rows: int) -> Callable[[], None]:
         def run() -> None:
             for copy in order:
-                self.ours.run(self.q, *self.caches[copy], position, self.context, rows)
+                self.ours.run(self.q, *self.caches[copy], position, self.first, rows)
 
         return run
 
@@ -147,9 +148,7 @@ class AttentionBench:
         out = torch.empty(MAX_ROWS, layer.heads, layer.width, dtype=torch.float64, device=self.q.device)
         k, v = self.caches[0]
         for row in range(MAX_ROWS):
-            slots = torch.tensor(
-                [key % self.ring for key in visible(self.context + row, layer.window)], device=k.device
-            )
+            slots = torch.tensor([key % self.ring for key in visible(self.first + row, layer.window)], device=k.device)
             keys, values = (tensor.index_select(1, slots).double() for tensor in (k, v))
             queries = self.q[row].double().view(layer.groups, -1, layer.width)
             weights = torch.softmax(queries @ keys.transpose(1, 2), -1)

@@ -23,7 +23,8 @@ from kernels import MAX_ROWS
 
 EPS = 1e-6
 CAP = 30.0
-FULL_CONTEXT = 600
+FULL_CONTEXT = 1020  # rows on both sides of an edge of blocks and chunks of keys
+PAST = 60  # rows past the window: its ring has wrapped, and they lie on both sides of an edge too
 SPLIT = 2  # partial sums that a fused op reads; the bytes that go in are all that matters
 
 
@@ -228,7 +229,7 @@ def _attentions(s: Setting) -> Iterator[Subject]:
 
 def _attention(s: Setting, layer: KernelLayer) -> Subject:
     """Over a filled cache that a sliding layer's ring has wrapped."""
-    context = FULL_CONTEXT if layer.window is None else layer.window + MARGIN + 5
+    context = FULL_CONTEXT if layer.window is None else layer.window + PAST
     capacity = context + 2 * MAX_ROWS
     ring = capacity if layer.window is None else layer.window + MARGIN
     k, v = (s.random(layer.groups, ring, layer.width).to(torch.bfloat16) for _ in range(2))

@@ -23,9 +23,9 @@ from harness.record.lines import CheckLine
 from harness.worker.bench import DEFAULT_STAGE, Bench, Output
 from kernels import MAX_ROWS, Linear
 
-FULL_CONTEXT = 40
+FULL_CONTEXT = 1020  # rows on both sides of an edge of blocks and chunks of keys
 HEAD = "LM head"
-WRAP = 5  # rows past the window, so that a sliding layer's ring has gone round
+WRAP = 60  # rows past the window: a sliding layer's ring has gone round, and rows cross an edge there too
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
 """(x [8, ...], the logical row in each real slot) -> [8, ...]; what depends on a row's position follows the row."""
