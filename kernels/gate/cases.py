@@ -27,7 +27,7 @@ EPS = 1e-6
 SPLIT = 4
 UNTUNED = Expect(mma="HMMA", rows=SLOTS)
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
-SPLIT = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128)
+SPLIT_PLAN = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128)
 """A plan whose blocks keep their own maxima, as the default plans of shapes that nobody tuned."""
 FULL_ATTENTION = {"scores_of": Expect(mma="any"), "scaled_values": Expect(mma="any")}
 
@@ -271,7 +271,7 @@ def _attention() -> Iterator[Entry]:
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
     split = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
-    yield Entry("12b full attention, split", partial(_attend, GEOMETRIES[0].layers[1], None, plan=SPLIT), split)
+    yield Entry("12b full attention, split", partial(_attend, GEOMETRIES[0].layers[1], None, plan=SPLIT_PLAN), split)
 
 
 def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
