@@ -19,8 +19,8 @@ class Plan:
     a launch of their own, block: its keys a program, whole ones to a chunk; step: elements of a head that it takes at
     once; part: elements of a head that a program of the values writes. warps and stages of all; block_stages, where
     not 0, of the weights' loop, and block_slots its tile's query slots. scaled: weights of blocks that differ by powers
-    of two. registers: most of a thread of the values, where not 0. ahead: of every so many blocks the values are
-    asked for while the weights are made; 0 for none.
+    of two. registers: most of a thread of the values or of the whole, where not 0. ahead: of every so many blocks the
+    values are asked for while the weights are made; 0 for none.
     """
 
     slots: int
@@ -51,24 +51,27 @@ class Plan:
 
 FULL = Plan(64, 512, 64, 4, 3, block=64, block_stages=3, block_slots=16, scaled=True)
 PLANS = {
-    (256, 2): Plan(slots=16, chunk=64, inner=64, warps=4, stages=2),
-    (512, 16): replace(FULL, chunk=1024, step=64, part=64, stages=6, registers=128, ahead=4),
-    (512, 8): replace(FULL, step=128, part=128, registers=168),
+    (256, 16, 8): Plan(slots=16, chunk=64, inner=64, warps=8, stages=2),
+    (256, 32, 16): Plan(slots=16, chunk=64, inner=32, warps=8, stages=2),
+    (512, 16, 1): replace(FULL, chunk=1024, step=64, part=64, stages=6, registers=128, ahead=4),
+    (512, 32, 4): replace(FULL, step=128, part=128, registers=168),
 }
-"""Tuned shapes: (head_dim, query heads per KV head)."""
+"""Tuned shapes: (head_dim, query heads, KV heads) of the sliding and full layers of 12B and 31B, and of their drafters,
+which read the same caches."""
 
 
-def plan_for(head_dim: int, group: int) -> Plan:
+def plan_for(head_dim: int, heads: int, groups: int) -> Plan:
     """The plan of a shape, tuned or safe; ValueError where none fits.
 
-    head_dim a power of two from 16 to 512, at most 64 query heads per KV head.
+    head_dim a power of two from 16 to 512; `groups` KV heads with at most 64 query heads each.
     """
+    group = heads // groups
     if head_dim not in (16, 32, 64, 128, 256, 512):
         raise ValueError(f"attention: head_dim {head_dim} is not supported; use a power of two from 16 to 512")
     if not 1 <= group <= 64:
         raise ValueError(f"attention: {group} query heads per KV head do not fit a tile of 64 slots")
-    if (head_dim, group) in PLANS:
-        return PLANS[head_dim, group]
+    if (known := PLANS.get((head_dim, heads, groups))) is not None:
+        return known
     slots = 16 if group <= 16 else triton.next_power_of_2(group)
     if group <= 2 and head_dim <= 256:
         small = head_dim <= 32
@@ -115,7 +118,7 @@ def allocate_scratch(
     plan: Plan | None = None,
 ) -> Scratch:
     """Room for the partials of calls with up to max_keys keys; layers of one shape may share it."""
-    plan = plan or plan_for(head_dim, heads // groups)
+    plan = plan or plan_for(head_dim, heads, groups)
     blocks, chunks = blocks_for(max_keys, window, plan), chunks_for(max_keys, window, plan)
     return Scratch(
         torch.empty(2, MAX_ROWS, heads, blocks, dtype=torch.float32, device=device),

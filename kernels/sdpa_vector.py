@@ -141,7 +141,7 @@ def _check(
             raise ValueError(f"attention: {name}: keys must lie one after another, 16-byte aligned, alike in k and v")
     if heads % k.shape[0]:
         raise ValueError(f"attention: {heads} query heads are no multiple of {k.shape[0]} KV heads")
-    plan = plan_for(width, heads // k.shape[0])
+    plan = plan_for(width, heads, k.shape[0])
     if position.dtype != torch.int32 or position.numel() != 1 or position.device != q.device:
         raise ValueError("attention: position must be an int32 tensor of one element on the device of q")
     if not 1 <= rows <= min(MAX_ROWS, q.shape[0]):
@@ -180,7 +180,7 @@ def _launch(
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     _, heads, width = q.shape
     groups = k.shape[0]
-    plan = plan or plan_for(width, heads // groups)
+    plan = plan or plan_for(width, heads, groups)
     if scratch is None:
         scratch = allocate_scratch(heads, groups, width, window, max_keys, q.device, plan)
     blocks, chunks = blocks_for(max_keys, window, plan), chunks_for(max_keys, window, plan)
@@ -197,6 +197,7 @@ def _launch(
     place = (rows, reach, ring, origin, k.stride(0) // width)
     shape = {"HEADS": heads, "GROUP": group, "D": width, "SLOTS": plan.slots, "ROWS": MAX_ROWS}
     options = {"STAGES": plan.stages, **launch_options(q.device, plan.warps, plan.stages)}
+    bounded = options | ({"maxnreg": plan.registers} if plan.registers else {})
     if plan.block:
         _partials_of_blocks(q, k, v, position, scratch, plan, (tiles, groups, blocks, chunks), place, shape, options)
     else:
@@ -212,7 +213,7 @@ def _launch(
             **shape,
             CHUNK=plan.chunk,
             INNER=plan.inner,
-            **options,
+            **bounded,
         )
     part = min(COMBINE_WIDTH, width)
     combine[(rows, heads, width // part)](

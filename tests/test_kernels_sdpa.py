@@ -47,7 +47,7 @@ SCALED_SMALL_TILES = dataclasses.replace(
 FAR = scene(heads=2, groups=1, width=16, window=40, length=112, start=1984, seed=6)
 """Chunks 62 to 65: the combine's tiles of 64 chunks meet at position 2048."""
 
-FULL_PLANS = [sdpa_plan.PLANS[512, 16], sdpa_plan.PLANS[512, 8]]
+FULL_PLANS = [sdpa_plan.PLANS[512, 16, 1], sdpa_plan.PLANS[512, 32, 4]]
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 nan_arithmetic = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -283,7 +283,7 @@ def test_bad_operands_are_refused() -> None:
     small = sdpa_plan.allocate_scratch(2, 1, 16, 40, 32, DEVICE)
     assert "scratch for 1 chunks" in refused(lambda c: c.update(scratch=small))
     with pytest.raises(ValueError, match="64 slots"):
-        sdpa_plan.plan_for(64, 65)
+        sdpa_plan.plan_for(64, 65, 1)
     operands = (SLIDING.queries(50, 3), *SLIDING.cache(11, 53), torch.tensor([50], dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match="would span two heads"):
         sdpa_vector.sdpa_vector_rows(*operands, 3, 40, 47, 60, 4)
@@ -291,15 +291,15 @@ def test_bad_operands_are_refused() -> None:
 
 def test_plans_are_launchable() -> None:
     """A chunk is whole blocks, a tile holds a group, and no plan depends on anything but the shape."""
-    for width in (16, 32, 64, 128, 256, 512):
-        for group in (1, 2, 3, 8, 16, 17, 64):
-            plan = sdpa_plan.plan_for(width, group)
-            assert plan.chunk % plan.inner == 0
-            assert plan.inner >= 16
-            assert plan.slots >= group
-            if plan.block:
-                assert plan.chunk % plan.block == plan.block % plan.inner == 0
-                assert min(plan.step, plan.part) >= 16
+    shapes = [(width, group, 1) for width in (16, 32, 64, 128, 256, 512) for group in (1, 2, 3, 8, 16, 17, 64)]
+    for width, heads, groups in [*shapes, *sdpa_plan.PLANS]:
+        plan, group = sdpa_plan.plan_for(width, heads, groups), heads // groups
+        assert plan.chunk % plan.inner == 0
+        assert plan.inner >= 16
+        assert min(plan.slots, plan.block_slots or plan.slots) >= group
+        if plan.block:
+            assert plan.chunk % plan.block == plan.block % plan.inner == 0
+            assert min(plan.step, plan.part) >= 16
     plan = sdpa_plan.Plan(16, chunk=64, inner=32, warps=4, stages=2, block=32, step=32, part=32)
     assert [sdpa_plan.chunks_for(*keys, plan) for keys in ((1024, None), (32768, 1024), (100, 1024))] == [16, 18, 2]
     assert [sdpa_plan.blocks_for(*keys, plan) for keys in ((1024, None), (32768, 1024), (100, 1024))] == [32, 34, 4]
@@ -355,8 +355,8 @@ SPLIT_FAULTS = {
     "blocks_from_the_first_key": RELATIVE_BLOCKS,
     "block_chosen_by_rows": [
         (
-            "    plan = plan or plan_for(width, heads // groups)\n",
-            "    plan = plan or plan_for(width, heads // groups)\n"
+            "    plan = plan or plan_for(width, heads, groups)\n",
+            "    plan = plan or plan_for(width, heads, groups)\n"
             "    if rows > 4:\n        plan, scratch = type(plan)(**{**vars(plan), 'block': 2 * plan.block}), None\n",
         ),
     ],
@@ -453,7 +453,7 @@ def test_what_the_tuner_tries_can_be_launched(name: str) -> None:
     assert len({tune_sdpa.words(plan) for plan in found}) == len(found) > 3
     for plan in found:
         assert plan.chunk % plan.inner == 0
-        assert plan.slots >= layer.shape[1]
+        assert plan.slots >= layer.heads // layer.groups
         if plan.block:
             assert plan.chunk % plan.block == plan.block % plan.inner == 0
             assert layer.width % plan.part == layer.width % plan.step == 0
@@ -488,7 +488,7 @@ def test_the_tuners_bars() -> None:
     bytes_of_32k = 32769 * 512 * 2 * 2
     us = {(context, rows): 10.0 for context in layer.contexts for rows in tune_sdpa.ROWS}
     us[32768, 1] = bytes_of_32k / 4400e3 / 0.61
-    timed = tune_sdpa.Timed(sdpa_plan.PLANS[512, 16], us)
+    timed = tune_sdpa.Timed(sdpa_plan.PLANS[512, 16, 1], us)
     share, flat, met = tune_sdpa.judge(layer, timed, 4400.0)
     assert (round(share, 3), flat, met) == (0.61, 1.0, True)
     us[8192, 4] = 13.6

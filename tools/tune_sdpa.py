@@ -56,9 +56,9 @@ class Layer:
     contexts: tuple[int, ...]
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int, int]:
         """Key of the table of plans."""
-        return self.width, self.heads // self.groups
+        return self.width, self.heads, self.groups
 
     def ring(self, context: int) -> int:
         """Slots of a cache in which rows at `context` and after have their keys."""
@@ -85,40 +85,48 @@ SMALL = replace(SCALED, part=64, registers=128)
 """Four of them."""
 
 FULL = (
-    SCALED,
-    replace(SCALED, chunk=256),
-    replace(SCALED, chunk=1024),
-    SMALL,
-    replace(SMALL, chunk=256),
-    replace(SMALL, chunk=1024),
     SPLIT,
-    replace(SPLIT, chunk=256, part=64, stages=4, block_stages=3),
+    SCALED,
+    SMALL,
+    *(
+        replace(SMALL, block_slots=16, block_stages=3, chunk=chunk, part=part, stages=stages, step=step, ahead=ahead)
+        for chunk, part, stages in ((1024, 64, 6), (1024, 64, 5), (1024, 64, 8), (512, 64, 3), (512, 128, 3))
+        for step in (64, 128)
+        for ahead in (0, 3, 6)
+    ),
 )
 WHOLE = Plan(16, 64, 64, 4, 2)
 SLIDING = (
-    replace(WHOLE, warps=8),
-    replace(WHOLE, chunk=128, warps=8),
-    replace(WHOLE, chunk=128, warps=8, stages=3),
+    *(
+        replace(WHOLE, warps=warps, chunk=chunk, inner=inner, stages=stages, registers=registers)
+        for warps, bound in ((4, 168), (8, 80))
+        for chunk in (64, 128)
+        for inner in (32, 64)
+        for stages in (1, 2, 3)
+        for registers in (0, bound)
+        if stages < 3 or inner < chunk
+    ),
     replace(SCALED, slots=16, chunk=128, step=128),
-    replace(SCALED, slots=16, chunk=128, step=256, block_stages=2),
     replace(SCALED, slots=16, chunk=256, step=128),
+    replace(SCALED, slots=16, chunk=512, step=128),
 )
 
 
 def candidates(layer: Layer) -> list[Plan]:
     """The plan in use, then what is worth a try."""
     found = [PLANS[layer.shape], *(FULL if layer.window is None else SLIDING)]
-    return [plan for plan in dict.fromkeys(found) if plan.slots >= layer.shape[1]]
+    return [plan for plan in dict.fromkeys(found) if plan.slots >= layer.heads // layer.groups]
 
 
 def words(plan: Plan) -> str:
     """A plan in a few words."""
     form = "scaled" if plan.scaled else "split" if plan.block else "whole"
     parts = f"{form:6} {plan.slots:2} slots, chunk {plan.chunk:4} by {plan.inner}, {plan.warps} warps, stages "
+    rest = {"registers": plan.registers}
     if not plan.block:
-        return f"{parts}{plan.stages}"
+        return ", ".join([f"{parts}{plan.stages}", *(f"{name} {value}" for name, value in rest.items() if value)])
     parts += f"{plan.block_stages or plan.stages}+{plan.stages}, block {plan.block:3}, step {plan.step:3}"
-    rest = {"part": plan.part, "registers": plan.registers}
+    rest = {"tiles of": plan.block_slots, "part": plan.part, **rest, "ahead": plan.ahead}
     return ", ".join([parts, *(f"{name} {value:3}" for name, value in rest.items() if value)])
 
 

@@ -122,7 +122,7 @@ def attention(
     from kernels.sdpa_vector import sdpa_vector
 
     scratch = allocate_scratch(heads, groups, width, window, max_keys, device)
-    plan = plan_for(width, heads // groups)
+    plan = plan_for(width, heads, groups)
 
     def run(q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: int, rows: int) -> Tensor:
         return sdpa_vector(q, k, v, position, rows, window, ring, max_keys, scratch=scratch)
