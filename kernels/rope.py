@@ -49,13 +49,15 @@ def head_norms_rope(
     ring: int,
     general: bool = False,
     out: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """From the qkv product to attention's operands: head norms and RoPE; k and v go straight into the cache.
 
     partials fp32 [split, 8, N], N = all heads x D: q, k, v; q, k where v is k; q alone with kv_heads 0 (no caches).
     norm_heads fp32 [heads + kv_heads (+ kv_heads), D]; cos and sin fp32 [positions, D], sin with the first half
     negated; position int32 [1] on the device: row r stands at position + r, in slot (position + r) % ring of the
-    caches bf16 [kv_heads, slots, D]. Returns q bf16 [8, heads, D]; rows past `rows` are written nowhere.
+    caches bf16 [kv_heads, slots, D]. Returns q bf16 [8, heads, D]; rows past `rows` are written nowhere. `settled`: the
+    position was written before the launch that this one follows, so that it may be read early.
     """
     where = "head_norms_rope"
     check_rows(where, rows)
@@ -95,6 +97,7 @@ def head_norms_rope(
         SPLIT=split,
         K_EQ_V=k_eq_v,
         GENERAL=general,
+        SETTLED=settled,
         **launch_options(partials.device, 1, alone=True),
     )
     return out
@@ -158,6 +161,15 @@ def _rope(x_ptr, cos_ptr, sin_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out_ptr + at + high, to_bf16(_turned(x_high, x_low, cos_high, sin_high, GENERAL)), mask=real)
 
 
+@triton.jit
+def _angles(position_ptr, cos_ptr, sin_ptr, m, D: tl.constexpr):
+    """Row m's position, and its cosines and sines: low half, high half."""
+    position = tl.load(position_ptr) + m
+    low = position.to(tl.int64) * D + tl.arange(0, D // 2)
+    high = low + D // 2
+    return position, tl.load(cos_ptr + low), tl.load(cos_ptr + high), tl.load(sin_ptr + low), tl.load(sin_ptr + high)
+
+
 @triton.jit(do_not_specialize=["slots", "ring"])
 def _head_norms_rope(
     partials_ptr,
@@ -177,6 +189,7 @@ def _head_norms_rope(
     SPLIT: tl.constexpr,
     K_EQ_V: tl.constexpr,
     GENERAL: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):
     m = tl.program_id(0)
     head = tl.program_id(1)
@@ -185,19 +198,17 @@ def _head_norms_rope(
     high = low + D // 2
     weight_low = tl.load(norm_heads_ptr + head * D + low)
     weight_high = tl.load(norm_heads_ptr + head * D + high)
+    if SETTLED:
+        position, cos_low, cos_high, sin_low, sin_high = _angles(position_ptr, cos_ptr, sin_ptr, m, D)
     wait_for_producers()
-    position = tl.load(position_ptr) + m
+    if not SETTLED:
+        position, cos_low, cos_high, sin_low, sin_high = _angles(position_ptr, cos_ptr, sin_ptr, m, D)
     raw_low = load_partials(partials_ptr, m, head * D + low, N, low >= 0, SPLIT)
     raw_high = load_partials(partials_ptr, m, head * D + high, N, low >= 0, SPLIT)
     squares = tree_sum(raw_low * raw_low, D // 2) + tree_sum(raw_high * raw_high, D // 2)
     scale = inverse_rms(squares, eps, D)
     x_low = round_bf16(raw_low * scale * weight_low)
     x_high = round_bf16(raw_high * scale * weight_high)
-    table = position.to(tl.int64) * D
-    cos_low = tl.load(cos_ptr + table + low)
-    cos_high = tl.load(cos_ptr + table + high)
-    sin_low = tl.load(sin_ptr + table + low)
-    sin_high = tl.load(sin_ptr + table + high)
     turned_low = to_bf16(_turned(x_low, x_high, cos_low, sin_low, GENERAL))
     turned_high = to_bf16(_turned(x_high, x_low, cos_high, sin_high, GENERAL))
     if head < H:

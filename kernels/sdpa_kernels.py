@@ -100,15 +100,18 @@ def attend(
     q_ptr, k_ptr, v_ptr, position_ptr, state_ptr, acc_ptr,
     rows, window, ring, origin, head_slots, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax of one chunk of keys for one tile of query slots; grid (tiles, KV heads, chunks).
 
     Tiles come first so that those that read the same keys run side by side.
     """
-    wait_for_producers()
     PER_TILE: tl.constexpr = SLOTS // GROUP
-    base = tl.load(position_ptr)
+    if SETTLED:
+        base = tl.load(position_ptr)
+    wait_for_producers()
+    if not SETTLED:
+        base = tl.load(position_ptr)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
@@ -176,6 +179,7 @@ def scores_of(
     rows, window, ring, origin, head_slots, held_blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of one block of keys for one tile of query slots; grid (tiles, KV heads, blocks).
 
@@ -186,8 +190,11 @@ def scores_of(
     PER_TILE: tl.constexpr = SLOTS // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     k_ptr += kv_head.to(tl.int64) * head_slots * D
+    if SETTLED:
+        base = tl.load(position_ptr)
     wait_for_producers()
-    base = tl.load(position_ptr)
+    if not SETTLED:
+        base = tl.load(position_ptr)
     _, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, BLOCK) + tl.program_id(2)) * BLOCK
     if (begin > newest) | (begin + BLOCK <= oldest):

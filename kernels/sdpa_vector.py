@@ -75,8 +75,12 @@ def sdpa_vector_rows(
     bits: int,
     out: Rows | None = None,
     scratch: Scratch | None = None,
+    settled: bool = False,
 ) -> Rows:
-    """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs."""
+    """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
+
+    `settled`: the position was written before the launch that this call follows, so that it may be read early.
+    """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
     if width % COMBINE_WIDTH:
         raise ValueError(f"attention: head_dim {width} is no multiple of {COMBINE_WIDTH}, a group would span two heads")
@@ -87,7 +91,8 @@ def sdpa_vector_rows(
             f"attention: rows hold {out.width} values for {out.bits} bits, wanted {heads * width} for {bits}"
         )
     parts = (out.values, out.sums, out.scales)
-    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, parts, heads * width, bits)
+    place = (position, rows, window, ring, 0, max_keys)
+    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled)
     return out
 
 
@@ -176,6 +181,7 @@ def _launch(
     out_features: int,
     bits: int,
     plan: Plan | None = None,
+    settled: bool = False,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     _, heads, width = q.shape
@@ -199,7 +205,8 @@ def _launch(
     options = {"STAGES": plan.stages, **launch_options(q.device, plan.warps, plan.stages)}
     bounded = options | ({"maxnreg": plan.registers} if plan.registers else {})
     if plan.block:
-        _partials_of_blocks(q, k, v, position, scratch, plan, (tiles, groups, blocks, chunks), place, shape, options)
+        grid = (tiles, groups, blocks, chunks)
+        _partials_of_blocks(q, k, v, position, scratch, plan, grid, place, shape, options, settled)
     else:
         attend[(tiles, groups, chunks)](
             q,
@@ -213,6 +220,7 @@ def _launch(
             **shape,
             CHUNK=plan.chunk,
             INNER=plan.inner,
+            SETTLED=settled,
             **bounded,
         )
     part = min(COMBINE_WIDTH, width)
@@ -248,6 +256,7 @@ def _partials_of_blocks(
     place: tuple[int, ...],
     shape: dict[str, int],
     options: dict[str, Any],
+    settled: bool,
 ) -> None:
     """The weights of every block, then every chunk's values; grid: tiles, KV heads, blocks, chunks."""
     tiles, groups, blocks, chunks = grid
@@ -268,6 +277,7 @@ def _partials_of_blocks(
         STEP=min(plan.step, width),
         WHOLE=plan.scaled,
         AHEAD=plan.ahead,
+        SETTLED=settled,
         **(options | {"STAGES": plan.block_stages or plan.stages}),
     )
     options |= {"maxnreg": plan.registers} if plan.registers else {}

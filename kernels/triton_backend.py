@@ -134,6 +134,7 @@ def _heads(
         k,
         v,
         ring,
+        settled=True,  # a step writes its position first of all
     )
 
 
@@ -144,7 +145,7 @@ def _attend(
     if q.shape[2] % GROUP:
         out = sdpa_vector(q, kv[0], kv[1], position, rows, window, ring, max_keys)
         return pack_rows(out.view(MAX_ROWS, -1), bits, rows)
-    return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits)
+    return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits, settled=True)
 
 
 def _residual(

@@ -282,4 +282,4 @@ def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None
         if bits is None:
             sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan)
         else:
-            sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits)
+            sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True)
