@@ -210,6 +210,7 @@ def _head_norms(layer: Attention, m: int) -> None:
         cache,
         cache,
         ring,
+        settled=True,
     )
 
 
