@@ -88,10 +88,10 @@ def _forward(
             w.gate_up,
             None,
         )
-        gated = ops.geglu(ops.product(packed, w.gate_up, 1), 1, w.down, weights.fused_geglu[w.gate_up.bits])
+        fused = weights.fused_geglu[w.gate_up.bits]
         following = weights.final_norm if last else weights.layers[index + 1].input_norm
         h, packed = ops.residual(
-            product(gated, w.down, 1),
+            ops.gated(product(packed, w.gate_up, 1), w.down, 1, fused),
             a,
             w.post_feedforward_norm,
             w.layer_scalar,

@@ -88,6 +88,7 @@ class FusedOps:
     attend(q, kv, position, rows, window | None, max_keys, for) -> packed
     residual(partials, h, post_norm, scalar | None, next_norm, eps, rows, for, normed | None) -> (h, packed)
     geglu(partials, rows, for, fused) -> packed
+    gated(partials, w, rows, fused) -> partials              geglu and the product with w
     head(partials, rows, cap | None, with_logits) -> (logits [8, V] | None, ids int32 [8])
     pack(x [8, K], rows, for) -> packed                      rows as they are, of attention that a flag takes apart
 
@@ -112,6 +113,7 @@ class FusedOps:
     attend: Callable[..., Any]
     residual: Callable[..., tuple[Tensor, Any]]
     geglu: Callable[..., Any]
+    gated: Callable[[Tensor, Linear, int, bool], Tensor]
     head: Callable[..., tuple[Tensor | None, Tensor]]
     pack: Callable[[Tensor, int, Linear], Any]
     join: Callable[..., Any]

@@ -19,6 +19,7 @@ from kernels.argmax import head_argmax, head_best, softcap, write_best
 from kernels.draft_rows import join_accepted_rows, join_rows
 from kernels.embed import dense_rows, embed_rows
 from kernels.fused_norms import norm_rows, residual_norm_rows, sum_norm_rows
+from kernels.gated_qmv import ROWS_PER_PROGRAM, gated_qmv, takes_sums
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
 from kernels.qmv import qmv, qmv_rows
@@ -27,6 +28,9 @@ from kernels.rmsnorm import rmsnorm
 from kernels.rope import head_norms_rope, rope_general, rope_row
 from kernels.rows import Rows, pack_rows, sum_partials
 from kernels.sdpa_vector import sdpa_rows, sdpa_vector, sdpa_vector_rows
+
+GATED_DOWN = False
+"""Whether a draft's `down` makes its rows from gate_up's sums where it can: a launch less a layer. Not timed yet."""
 
 
 def prepare(weight: Weight) -> Linear:
@@ -169,6 +173,17 @@ def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool) -> Rows:
     return geglu_rows(partials, rows, following.operand.bits, fused)
 
 
+def _geglu_product(partials: Tensor, w: Linear, rows: int, fused: bool) -> Tensor:
+    return qmv(_geglu(partials, rows, w, fused), w.operand, rows)
+
+
+def gated(partials: Tensor, w: Linear, rows: int, fused: bool, per_program: int = ROWS_PER_PROGRAM) -> Tensor:
+    """`FusedOps.gated` in one launch where w takes gate_up's sums, in two elsewhere; the same bytes."""
+    if fused and takes_sums(partials, w.operand):
+        return gated_qmv(partials, w.operand, rows, per_program=per_program)
+    return _geglu_product(partials, w, rows, fused)
+
+
 def _head(partials: Tensor, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
     logits = None
     if with_logits:
@@ -224,6 +239,7 @@ FUSED = FusedOps(
     _attend,
     _residual,
     _geglu,
+    gated if GATED_DOWN else _geglu_product,
     _head,
     pack=_pack,
     join=_join,

@@ -110,6 +110,7 @@ def fused_ops(table: Tensor) -> FusedOps:
         _attend,
         _residual,
         lambda partials, rows, following, fused: _geglu(partials, fused),
+        lambda partials, w, rows, fused: reference.linear(_geglu(partials, fused), w, rows),
         _head,
         pack=lambda x, rows, following: x,
         join=join,

@@ -92,10 +92,11 @@ def watched(ops: FusedOps | None) -> tuple[FusedOps, list[Rows]]:
 
 COUNT = """
 import json, sys
-from tools.time_draft import GEOMETRIES, launches
+from tools.time_draft import GEOMETRIES, gated_ops, launches
 cases = {"12b": (0, 4), "31b": (1, 16), "31b in 4 bits": (1, 4)}
 counts = {name: [launches(GEOMETRIES[at], bits, steps) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()}
-sys.stdout.write(json.dumps(counts))
+fewer = {name: counts[name][1] - launches(GEOMETRIES[at], bits, 2, gated_ops()) for name, (at, bits) in cases.items()}
+sys.stdout.write(json.dumps([counts, fewer]))
 """
 
 
@@ -106,11 +107,12 @@ def test_launches_of_a_step() -> None:
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", COUNT], env=environment, cwd=ROOT, text=True, capture_output=True)
     assert found.returncode == 0, found.stderr
-    counts = json.loads(found.stdout)
+    counts, fewer = json.loads(found.stdout)
     assert set(counts) == {"12b", "31b", "31b in 4 bits"}
     for name, launches in counts.items():
         assert launches == [launches[0] * steps for steps in (1, 2, 3)], name
         assert 20 < launches[0] <= 47, name
+    assert fewer == {"12b": 0, "31b": 2 * len(time_draft.KINDS), "31b in 4 bits": 0}, "down on gate_up's sums"
 
 
 def test_launch_shapes_are_read_from_the_command_line() -> None:

@@ -2,11 +2,13 @@
 
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
+    python -m tools.time_draft --model 31b --gated --gated 64                # down takes gate_up's sums
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
 `tools.tune_qmv` times products alone; what reads their partial sums costs time too, so launch shapes (tile, unroll,
-stages, warps, split) are tried here inside the chain, in turns with those of the table.
+stages, warps, split) are tried here inside the chain, in turns with those of the table, and so is --gated: `down`
+of a bf16 drafter makes its rows from gate_up's sums, with so many rows of the matrix a program.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +27,14 @@ from torch import Tensor
 
 from engine.config import LayerShape
 from engine.fused_draft import DraftWeights, fused_draft
-from kernels import Linear
+from kernels import FusedOps, Linear
 from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, VOCABULARY, WINDOW, Geometry
 from kernels.gate.record import recorded_launches
+from kernels.gated_qmv import ROWS_PER_PROGRAM
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED
+from kernels.triton_backend import FUSED, gated
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -45,7 +50,10 @@ SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 class Chain:
     """A drafter of random weights over random caches, or of uninitialised ones where nothing is to run."""
 
-    def __init__(self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True) -> None:
+    def __init__(
+        self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True, ops: FusedOps = FUSED
+    ) -> None:
+        self.ops = ops
         self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
         self.nbytes = 0
         self.used: set[tuple[int, int, int]] = set()
@@ -82,7 +90,7 @@ class Chain:
     def run(self, steps: int) -> None:
         """Behind a verify step that accepts none of its drafts, `steps` tokens into the ids."""
         w = self.weights
-        joined = FUSED.join_accepted(
+        joined = self.ops.join_accepted(
             w.embedding,
             self.ids,
             self.best,
@@ -93,7 +101,7 @@ class Chain:
             w.embed_scale,
             w.pre,
         )
-        fused_draft(FUSED, w, joined, self.ids, self.draft_position, self.kv, self.tables, MAX_KEYS, steps)
+        fused_draft(self.ops, w, joined, self.ids, self.draft_position, self.kv, self.tables, MAX_KEYS, steps)
 
     def _layer(self, kind: str, heads: int) -> tuple[LayerShape, Any]:
         width = 256 if kind == "sliding" else 512
@@ -135,12 +143,17 @@ class Chain:
         return out.normal_(0, 0.05) if self.filled else out
 
 
-def launches(target: Geometry, bits: int, steps: int) -> int:
+def launches(target: Geometry, bits: int, steps: int, ops: FusedOps = FUSED) -> int:
     """Launches of a chain of so many steps; they are noted, and nothing runs."""
-    chain = Chain(target, bits, "cpu", {}, filled=False)
+    chain = Chain(target, bits, "cpu", {}, filled=False, ops=ops)
     with recorded_launches(90) as found:
         chain.run(steps)
         return len(found)
+
+
+def gated_ops(per_program: int = ROWS_PER_PROGRAM) -> FusedOps:
+    """The ops with `down` on gate_up's sums, so many rows of the matrix a program."""
+    return replace(FUSED, gated=partial(gated, per_program=per_program))
 
 
 def recorded(chain: Chain, steps: int) -> Callable[[], object]:
@@ -184,6 +197,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", default=[], choices=MODELS, help="this model's drafter alone")
     parser.add_argument("--shape", action="append", default=[], type=shape_of, metavar="KxN-Bbit=SHAPE")
+    parser.add_argument(
+        "--gated",
+        action="append",
+        default=[],
+        nargs="?",
+        const=ROWS_PER_PROGRAM,
+        type=int,
+        choices=(32, 64, 128, 256),
+        metavar="ROWS",
+        help=f"time down on gate_up's sums too, so many of its rows a program (default {ROWS_PER_PROGRAM})",
+    )
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
     parser.add_argument("--launches", action="store_true", help="count launches instead")
@@ -195,6 +219,8 @@ def main() -> int:
     if args.launches:
         for name, (target, bits) in models.items():
             print(f"{name}: {launches(target, bits, args.steps)} launches in {args.steps} steps")
+            if args.gated:
+                print(f"{name} gated: {launches(target, bits, args.steps, gated_ops())} launches")
         return 0
     if not torch.cuda.is_available():
         print("time_draft: needs a CUDA device, or --launches", file=sys.stderr)
@@ -208,6 +234,10 @@ def main() -> int:
             print(f"{name}: not in this chain: {', '.join(others)}")
         if tried:
             chains["tried"] = Chain(target, bits, "cuda", tried)
+        if args.gated and bits != 16:
+            print(f"{name}: --gated changes nothing, the drafter's matrices have {bits} bits")
+        for size in dict.fromkeys(args.gated) if bits == 16 else ():
+            chains[f"gated {size}"] = Chain(target, bits, "cuda", tried, ops=gated_ops(size))
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):
