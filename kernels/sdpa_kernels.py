@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kernels.jit import INTERPRETED, dot, release_consumers, to_bf16, wait_for_producers
 from kernels.rows import store_rows
+from kernels.sdpa_queries import queries_of_sums, query_angles, query_weights
 
 
 @triton.jit
@@ -101,14 +102,22 @@ def attend(
     rows, window, ring, origin, head_slots, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
     CHUNK: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    norm_heads_ptr=None, cos_ptr=None, sin_ptr=None, eps=None, SPLIT: tl.constexpr = 0,
 ):  # fmt: skip
     """Partial softmax of one chunk of keys for one tile of query slots; grid (tiles, KV heads, chunks).
 
-    Tiles come first so that those that read the same keys run side by side.
+    Tiles come first so that those that read the same keys run side by side. SPLIT: q_ptr holds so many partial sums
+    fp32 [SPLIT, 8, HEADS * D] of the q product, which become queries here; 0: the queries.
     """
-    wait_for_producers()
     PER_TILE: tl.constexpr = SLOTS // GROUP
-    base = tl.load(position_ptr)
+    if SPLIT > 0:
+        # The position is read before the wait: written before the product that this launch follows, which has waited.
+        base = tl.load(position_ptr)
+        weight, partner_weight = query_weights(norm_heads_ptr, tl.program_id(1), GROUP, D)
+        cos, sin = query_angles(cos_ptr, sin_ptr, base + tl.program_id(0) * PER_TILE, True, GROUP, D)
+    wait_for_producers()
+    if SPLIT == 0:
+        base = tl.load(position_ptr)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
@@ -120,7 +129,13 @@ def attend(
     head = kv_head * GROUP + slot % GROUP
     real = (slot < PER_TILE * GROUP) & (row < rows)
     columns = tl.arange(0, D)
-    q = tl.load(q_ptr + (row * HEADS + head)[:, None] * D + columns[None, :], mask=real[:, None], other=0.0)
+    if SPLIT > 0:
+        q = queries_of_sums(
+            q_ptr, cos_ptr, sin_ptr, weight, partner_weight, cos, sin, eps, base, tile * PER_TILE, newest - eldest + 1,
+            kv_head, HEADS, GROUP, D, SLOTS, SPLIT,
+        )  # fmt: skip
+    else:
+        q = tl.load(q_ptr + (row * HEADS + head)[:, None] * D + columns[None, :], mask=real[:, None], other=0.0)
     positions = base + row
     k_ptr += kv_head.to(tl.int64) * head_slots * D
     v_ptr += kv_head.to(tl.int64) * head_slots * D

@@ -2,6 +2,7 @@
 
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
+    python -m tools.time_draft --qsums                                      # queries made in attention, in turns
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +25,13 @@ from torch import Tensor
 
 from engine.config import LayerShape
 from engine.fused_draft import DraftWeights, fused_draft
-from kernels import Linear
+from kernels import FusedOps, Linear
 from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, VOCABULARY, WINDOW, Geometry
 from kernels.gate.record import recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED
+from kernels.triton_backend import FUSED, attend_sums
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -38,6 +40,7 @@ MODELS = {"12b": (GEOMETRIES[0], 4), "31b": (GEOMETRIES[1], 16)}
 DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
+HEADS_APART, QUERIES_FROM_SUMS = replace(FUSED, attend_sums=None), replace(FUSED, attend_sums=attend_sums)
 SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 """2^-8 and -7.5 times that, in bf16: 4-bit codes lie on either side of zero."""
 
@@ -45,8 +48,10 @@ SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 class Chain:
     """A drafter of random weights over random caches, or of uninitialised ones where nothing is to run."""
 
-    def __init__(self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True) -> None:
-        self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
+    def __init__(
+        self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True, ops: FusedOps = FUSED
+    ) -> None:
+        self.bits, self.device, self.shapes, self.filled, self.ops = bits, torch.device(device), shapes, filled, ops
         self.nbytes = 0
         self.used: set[tuple[int, int, int]] = set()
         sliding, full = target.layers
@@ -82,7 +87,7 @@ class Chain:
     def run(self, steps: int) -> None:
         """Behind a verify step that accepts none of its drafts, `steps` tokens into the ids."""
         w = self.weights
-        joined = FUSED.join_accepted(
+        joined = self.ops.join_accepted(
             w.embedding,
             self.ids,
             self.best,
@@ -93,7 +98,7 @@ class Chain:
             w.embed_scale,
             w.pre,
         )
-        fused_draft(FUSED, w, joined, self.ids, self.draft_position, self.kv, self.tables, MAX_KEYS, steps)
+        fused_draft(self.ops, w, joined, self.ids, self.draft_position, self.kv, self.tables, MAX_KEYS, steps)
 
     def _layer(self, kind: str, heads: int) -> tuple[LayerShape, Any]:
         width = 256 if kind == "sliding" else 512
@@ -135,9 +140,9 @@ class Chain:
         return out.normal_(0, 0.05) if self.filled else out
 
 
-def launches(target: Geometry, bits: int, steps: int) -> int:
+def launches(target: Geometry, bits: int, steps: int, ops: FusedOps = FUSED) -> int:
     """Launches of a chain of so many steps; they are noted, and nothing runs."""
-    chain = Chain(target, bits, "cpu", {}, filled=False)
+    chain = Chain(target, bits, "cpu", {}, filled=False, ops=ops)
     with recorded_launches(90) as found:
         chain.run(steps)
         return len(found)
@@ -186,15 +191,18 @@ def main() -> int:
     parser.add_argument("--shape", action="append", default=[], type=shape_of, metavar="KxN-Bbit=SHAPE")
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
+    parser.add_argument("--qsums", action="store_true", help="also with the sliding layers' queries made in attention")
     parser.add_argument("--launches", action="store_true", help="count launches instead")
     args = parser.parse_args()
     if INTERPRETED.value:
         print("time_draft: TRITON_INTERPRET is set, nothing here would be a GPU's; unset it", file=sys.stderr)
         return 2
     models = {name: MODELS[name] for name in args.model or MODELS}
+    base = HEADS_APART if args.qsums else FUSED
     if args.launches:
         for name, (target, bits) in models.items():
-            print(f"{name}: {launches(target, bits, args.steps)} launches in {args.steps} steps")
+            for which, ops in ((name, base), *([(f"{name} qsums", QUERIES_FROM_SUMS)] if args.qsums else [])):
+                print(f"{which}: {launches(target, bits, args.steps, ops)} launches in {args.steps} steps")
         return 0
     if not torch.cuda.is_available():
         print("time_draft: needs a CUDA device, or --launches", file=sys.stderr)
@@ -202,12 +210,14 @@ def main() -> int:
     rate = stream_gb_per_s()
     print(f"read-only stream {rate:.0f} GB/s")
     for name, (target, bits) in models.items():
-        chains = {"table": Chain(target, bits, "cuda", {})}
+        chains = {"table": Chain(target, bits, "cuda", {}, ops=base)}
         tried = {matrix: shape for matrix, shape in args.shape if matrix in chains["table"].used}
         if others := [f"{k}x{n}-{b}bit" for (k, n, b), _ in args.shape if (k, n, b) not in tried]:
             print(f"{name}: not in this chain: {', '.join(others)}")
         if tried:
-            chains["tried"] = Chain(target, bits, "cuda", tried)
+            chains["tried"] = Chain(target, bits, "cuda", tried, ops=base)
+        if args.qsums:
+            chains["qsums"] = Chain(target, bits, "cuda", {}, ops=QUERIES_FROM_SUMS)
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):
