@@ -24,12 +24,13 @@ from kernels.tree import tree_sums
 @dataclass(frozen=True)
 class QueryHeads:
     """What turns a q product's sums into queries: norm_heads fp32 [H, D], cos and sin fp32 [positions, D] with sin's
-    first half negated, eps of the norm."""
+    first half negated, eps of the norm. ahead: keys and values are asked for while the q product ends."""
 
     norm_heads: Tensor
     cos: Tensor
     sin: Tensor
     eps: float
+    ahead: bool = False
 
     def check(self, sums: Tensor) -> tuple[int, int]:
         """Heads and head_dim of sums fp32 [split, 8, H * D]; ValueError where they or the tables do not fit."""
@@ -43,7 +44,7 @@ class QueryHeads:
     def operands(self, sums: Tensor) -> dict[str, Any]:
         """What the kernel takes beside its other operands."""
         tables = {"norm_heads_ptr": self.norm_heads, "cos_ptr": self.cos, "sin_ptr": self.sin}
-        return {**tables, "eps": float(self.eps), "SPLIT": sums.shape[0]}
+        return {**tables, "eps": float(self.eps), "SPLIT": sums.shape[0], "AHEAD": self.ahead}
 
 
 @triton.jit

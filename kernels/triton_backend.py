@@ -164,13 +164,17 @@ def attend_sums(
     window: int | None,
     max_keys: int,
     following: Linear,
+    ahead: bool = False,
 ) -> Rows:
-    """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials."""
+    """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials.
+
+    ahead: keys and values are asked for while the q product ends; no byte depends on it.
+    """
     width = shape.head_dim
     if width % GROUP or plan_for(width, shape.num_heads // kv.shape[1]).block:
         q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps)
         return _attend(q, kv, position, rows, window, max_keys, following)
-    heads = QueryHeads(norm_heads, cos.view(-1, width), sin.view(-1, width), eps)
+    heads = QueryHeads(norm_heads, cos.view(-1, width), sin.view(-1, width), eps, ahead)
     bits, ring = following.operand.bits, kv.shape[2]
     return sdpa_vector_rows(partials, kv[0], kv[1], position, rows, window, ring, max_keys, bits, query_heads=heads)
 

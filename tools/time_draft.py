@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,8 @@ DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
 HEADS_APART, QUERIES_FROM_SUMS = replace(FUSED, attend_sums=None), replace(FUSED, attend_sums=attend_sums)
+QUERIES_AHEAD = replace(FUSED, attend_sums=partial(attend_sums, ahead=True))
+"""The same, with keys and values asked for while the q product ends."""
 SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 """2^-8 and -7.5 times that, in bf16: 4-bit codes lie on either side of zero."""
 
@@ -218,6 +221,7 @@ def main() -> int:
             chains["tried"] = Chain(target, bits, "cuda", tried, ops=base)
         if args.qsums:
             chains["qsums"] = Chain(target, bits, "cuda", {}, ops=QUERIES_FROM_SUMS)
+            chains["qsums ahead"] = Chain(target, bits, "cuda", {}, ops=QUERIES_AHEAD)
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):
