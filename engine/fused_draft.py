@@ -74,9 +74,13 @@ def _forward(
     for index, (shape, w) in enumerate(zip(weights.shapes, weights.layers, strict=True)):
         last = index + 1 == len(weights.layers)
         cos, sin = tables[shape.kind]
-        q = ops.heads(product(packed, w.qkv, 1), w.norm_heads, cos, sin, position, 1, shape, None, weights.eps)
-        window = weights.window if shape.kind == "sliding" else None
-        packed = ops.attend(q, kv[shape.kind], position, 1, window, max_keys, w.o)
+        partials = product(packed, w.qkv, 1)
+        operands = (kv[shape.kind], position, 1, weights.window if shape.kind == "sliding" else None, max_keys, w.o)
+        if ops.attend_sums is not None:
+            packed = ops.attend_sums(partials, w.norm_heads, cos, sin, shape, weights.eps, *operands)
+        else:
+            q = ops.heads(partials, w.norm_heads, cos, sin, position, 1, shape, None, weights.eps)
+            packed = ops.attend(q, *operands)
         a, packed = ops.residual(
             product(packed, w.o, 1),
             h,

@@ -103,6 +103,8 @@ class FusedOps:
     reuse(packed, x [8, K], for) -> packed                   x as it is: `packed`, which holds it, where its form fits
     pick(partials) -> pick                                   of the head's partials
     settle(pick, ids, at)                                    the pick goes to ids[at]
+    attend_sums(partials, norm_heads, cos, sin, shape, eps, kv, position, rows, window | None, max_keys, for) -> packed
+                                                             `heads` of a drafter and `attend`, or None: those two
     """
 
     embed: Callable[..., Tensor]
@@ -122,6 +124,7 @@ class FusedOps:
     reuse: Callable[[Any, Tensor, Linear], Any]
     pick: Callable[[Tensor], Any]
     settle: Callable[[Any, Tensor, int], None]
+    attend_sums: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

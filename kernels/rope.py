@@ -135,7 +135,7 @@ def _launch_rope(where: str, x: Tensor, cos: Tensor, sin: Tensor, general: bool)
 
 
 @triton.jit
-def _turned(x, y, cos, sin, GENERAL: tl.constexpr):
+def turned(x, y, cos, sin, GENERAL: tl.constexpr):
     """x * cos + y * sin of bf16 values in fp32: as fp32 ops, or with a bf16 rounding per op."""
     if GENERAL:
         return round_bf16(x * round_bf16(cos)) + round_bf16(y * round_bf16(sin))
@@ -157,8 +157,8 @@ def _rope(x_ptr, cos_ptr, sin_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr
     sin_high = tl.load(sin_ptr + row * D + high, mask=real, other=0.0)
     x_low = tl.load(x_ptr + at + low, mask=real, other=0.0).to(tl.float32)
     x_high = tl.load(x_ptr + at + high, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at + low, to_bf16(_turned(x_low, x_high, cos_low, sin_low, GENERAL)), mask=real)
-    tl.store(out_ptr + at + high, to_bf16(_turned(x_high, x_low, cos_high, sin_high, GENERAL)), mask=real)
+    tl.store(out_ptr + at + low, to_bf16(turned(x_low, x_high, cos_low, sin_low, GENERAL)), mask=real)
+    tl.store(out_ptr + at + high, to_bf16(turned(x_high, x_low, cos_high, sin_high, GENERAL)), mask=real)
 
 
 @triton.jit
@@ -209,8 +209,8 @@ def _head_norms_rope(
     scale = inverse_rms(squares, eps, D)
     x_low = round_bf16(raw_low * scale * weight_low)
     x_high = round_bf16(raw_high * scale * weight_high)
-    turned_low = to_bf16(_turned(x_low, x_high, cos_low, sin_low, GENERAL))
-    turned_high = to_bf16(_turned(x_high, x_low, cos_high, sin_high, GENERAL))
+    turned_low = to_bf16(turned(x_low, x_high, cos_low, sin_low, GENERAL))
+    turned_high = to_bf16(turned(x_high, x_low, cos_high, sin_high, GENERAL))
     if head < H:
         at = (m * H + head) * D
         tl.store(q_ptr + at + low, turned_low)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kernels.jit import INTERPRETED, dot, release_consumers, to_bf16, wait_for_producers
 from kernels.rows import store_rows
+from kernels.sdpa_queries import queries_of_sums, query_angles, query_weights
 
 
 @triton.jit
@@ -95,22 +96,49 @@ def first_of(base, window, SIZE: tl.constexpr):
     return tl.maximum(base - window + 1, 0) // SIZE
 
 
+@triton.jit
+def request(pointers):
+    """Ask the L2 for the lines at these addresses, whose values a later launch will read."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @triton.jit(do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "held_chunks"])
 def attend(
     q_ptr, k_ptr, v_ptr, position_ptr, state_ptr, acc_ptr,
     rows, window, ring, origin, head_slots, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
     CHUNK: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, SETTLED: tl.constexpr,
+    norm_heads_ptr=None, cos_ptr=None, sin_ptr=None, eps=None, SPLIT: tl.constexpr = 0, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """Partial softmax of one chunk of keys for one tile of query slots; grid (tiles, KV heads, chunks).
 
-    Tiles come first so that those that read the same keys run side by side.
+    Tiles come first so that those that read the same keys run side by side. SPLIT: q_ptr holds so many partial sums
+    fp32 [SPLIT, 8, HEADS * D] of the q product, which become queries here; 0: the queries. AHEAD: keys and values of
+    the first INNER keys are asked for while the product ends.
     """
     PER_TILE: tl.constexpr = SLOTS // GROUP
-    if SETTLED:
+    if SPLIT > 0:
+        # The position is read before the wait: written before the product that this launch follows, which has waited.
+        base = tl.load(position_ptr)
+        weight, partner_weight = query_weights(norm_heads_ptr, tl.program_id(1), GROUP, D)
+        cos, sin = query_angles(cos_ptr, sin_ptr, base + tl.program_id(0) * PER_TILE, True, GROUP, D)
+        if AHEAD:
+            _, newest, oldest = reach(base, tl.program_id(0), rows, window, PER_TILE)
+            begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
+            if (begin <= newest) & (begin + CHUNK > oldest):
+                start = begin + tl.maximum(oldest - begin, 0) // INNER * INNER
+                slots = slot_of(start, tl.minimum(tl.arange(0, INNER), newest - start), ring, origin)
+                lines = (tl.program_id(1).to(tl.int64) * head_slots + slots)[:, None] * D
+                lines += tl.arange(0, (D + 63) // 64)[None, :] * 64
+                request(k_ptr + lines)
+                request(v_ptr + lines)
+    elif SETTLED:
         base = tl.load(position_ptr)
     wait_for_producers()
-    if not SETTLED:
+    if SPLIT == 0 and not SETTLED:
         base = tl.load(position_ptr)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
@@ -123,7 +151,13 @@ def attend(
     head = kv_head * GROUP + slot % GROUP
     real = (slot < PER_TILE * GROUP) & (row < rows)
     columns = tl.arange(0, D)
-    q = tl.load(q_ptr + (row * HEADS + head)[:, None] * D + columns[None, :], mask=real[:, None], other=0.0)
+    if SPLIT > 0:
+        q = queries_of_sums(
+            q_ptr, cos_ptr, sin_ptr, weight, partner_weight, cos, sin, eps, base, tile * PER_TILE, newest - eldest + 1,
+            kv_head, HEADS, GROUP, D, SLOTS, SPLIT,
+        )  # fmt: skip
+    else:
+        q = tl.load(q_ptr + (row * HEADS + head)[:, None] * D + columns[None, :], mask=real[:, None], other=0.0)
     positions = base + row
     k_ptr += kv_head.to(tl.int64) * head_slots * D
     v_ptr += kv_head.to(tl.int64) * head_slots * D
@@ -162,15 +196,6 @@ def attend(
     tl.store(at + ROWS * HEADS * held_chunks, l, mask=real)
     acc_ptr += tl.program_id(2).to(tl.int64) * (ROWS * HEADS * D)
     tl.store(acc_ptr + pair[:, None] * D + columns[None, :], acc, mask=real[:, None])
-
-
-@triton.jit
-def request(pointers):
-    """Ask the L2 for the lines at these addresses, whose values a later launch will read."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit(do_not_specialize=["rows", "window", "ring", "origin", "head_slots", "held_blocks"])

@@ -21,6 +21,7 @@ from kernels.jit import check_operand, launch_options
 from kernels.rows import Rows, new_rows
 from kernels.sdpa_kernels import attend, combine, scores_of, values_of
 from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, plan_for
+from kernels.sdpa_queries import QueryHeads
 from kernels.sdpa_scaled import scaled_values
 
 __all__ = ["Scratch", "allocate_scratch", "plan_for", "sdpa_rows", "sdpa_vector", "sdpa_vector_rows"]
@@ -76,12 +77,15 @@ def sdpa_vector_rows(
     out: Rows | None = None,
     scratch: Scratch | None = None,
     settled: bool = False,
+    query_heads: QueryHeads | None = None,
 ) -> Rows:
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
 
     `settled`: the position was written before the launch that this call follows, so that it may be read early.
+    With `query_heads` q is the partial sums fp32 [split, 8, H * D] of the q product, and head norms and RoPE happen
+    here; position, k and v must then be older than that product's launch. ValueError where the plan has blocks.
     """
-    heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
+    heads, width = _check(q, k, v, position, rows, window, ring, max_keys, query_heads)
     if width % COMBINE_WIDTH:
         raise ValueError(f"attention: head_dim {width} is no multiple of {COMBINE_WIDTH}, a group would span two heads")
     if out is None:
@@ -92,7 +96,7 @@ def sdpa_vector_rows(
         )
     parts = (out.values, out.sums, out.scales)
     place = (position, rows, window, ring, 0, max_keys)
-    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled)
+    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads)
     return out
 
 
@@ -133,11 +137,22 @@ def _consecutive(spans: Sequence[tuple[int, int]], first: int) -> tuple[int, int
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, rows: int, window: int | None, ring: int, max_keys: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    rows: int,
+    window: int | None,
+    ring: int,
+    max_keys: int,
+    query_heads: QueryHeads | None = None,
 ) -> tuple[int, int]:
     """Query heads and head_dim of a call whose operands fit together; ValueError says which do not."""
-    check_operand("attention: q", q, torch.bfloat16, (None, None, None))
-    _, heads, width = q.shape
+    if query_heads is None:
+        check_operand("attention: q", q, torch.bfloat16, (None, None, None))
+        held, heads, width = q.shape
+    else:
+        held, (heads, width) = MAX_ROWS, query_heads.check(q)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != torch.bfloat16 or x.dim() != 3 or x.shape[2] != width or x.shape != k.shape:
             found = f"{x.dtype} {list(x.shape)}"
@@ -147,10 +162,12 @@ def _check(
     if heads % k.shape[0]:
         raise ValueError(f"attention: {heads} query heads are no multiple of {k.shape[0]} KV heads")
     plan = plan_for(width, heads, k.shape[0])
+    if query_heads is not None and plan.block:
+        raise ValueError(f"attention: {plan} makes its weights in a launch of their own, which takes q and no sums")
     if position.dtype != torch.int32 or position.numel() != 1 or position.device != q.device:
         raise ValueError("attention: position must be an int32 tensor of one element on the device of q")
-    if not 1 <= rows <= min(MAX_ROWS, q.shape[0]):
-        raise ValueError(f"attention: {rows} rows asked for, q holds {q.shape[0]} and a call takes 1 to {MAX_ROWS}")
+    if not 1 <= rows <= min(MAX_ROWS, held):
+        raise ValueError(f"attention: {rows} rows asked for, q holds {held} and a call takes 1 to {MAX_ROWS}")
     if window is not None and window < 1:
         raise ValueError(f"attention: window {window} must be positive, or None")
     if max_keys < 1:
@@ -182,10 +199,11 @@ def _launch(
     bits: int,
     plan: Plan | None = None,
     settled: bool = False,
+    query_heads: QueryHeads | None = None,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
-    _, heads, width = q.shape
-    groups = k.shape[0]
+    groups, _, width = k.shape
+    heads = out_features // width
     plan = plan or plan_for(width, heads, groups)
     if scratch is None:
         scratch = allocate_scratch(heads, groups, width, window, max_keys, q.device, plan)
@@ -221,6 +239,7 @@ def _launch(
             CHUNK=plan.chunk,
             INNER=plan.inner,
             SETTLED=settled,
+            **({} if query_heads is None else query_heads.operands(q)),
             **bounded,
         )
     part = min(COMBINE_WIDTH, width)

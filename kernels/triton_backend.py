@@ -27,7 +27,11 @@ from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_wei
 from kernels.rmsnorm import rmsnorm
 from kernels.rope import head_norms_rope, rope_general, rope_row
 from kernels.rows import Rows, pack_rows, sum_partials
-from kernels.sdpa_vector import sdpa_rows, sdpa_vector, sdpa_vector_rows
+from kernels.sdpa_queries import QueryHeads
+from kernels.sdpa_vector import plan_for, sdpa_rows, sdpa_vector, sdpa_vector_rows
+
+QUERIES_FROM_SUMS = False
+"""Whether a draft step's sliding layers make their queries in attention, a launch less each; not yet timed."""
 
 GATED_DOWN = False
 """Whether a draft's `down` makes its rows from gate_up's sums where it can: a launch less a layer. Not timed yet."""
@@ -152,6 +156,34 @@ def _attend(
     return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits, settled=True)
 
 
+def attend_sums(
+    partials: Tensor,
+    norm_heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    shape: Any,
+    eps: float,
+    kv: Tensor,
+    position: Tensor,
+    rows: int,
+    window: int | None,
+    max_keys: int,
+    following: Linear,
+    ahead: bool = False,
+) -> Rows:
+    """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials.
+
+    ahead: keys and values are asked for while the q product ends; no byte depends on it.
+    """
+    width = shape.head_dim
+    if width % GROUP or plan_for(width, shape.num_heads, kv.shape[1]).block:
+        q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps)
+        return _attend(q, kv, position, rows, window, max_keys, following)
+    heads = QueryHeads(norm_heads, cos.view(-1, width), sin.view(-1, width), eps, ahead)
+    bits, ring = following.operand.bits, kv.shape[2]
+    return sdpa_vector_rows(partials, kv[0], kv[1], position, rows, window, ring, max_keys, bits, query_heads=heads)
+
+
 def _residual(
     partials: Tensor,
     h: Tensor,
@@ -248,6 +280,7 @@ FUSED = FusedOps(
     reuse=_reuse,
     pick=_pick,
     settle=write_best,
+    attend_sums=attend_sums if QUERIES_FROM_SUMS else None,
 )
 
 KERNELS = Kernels(

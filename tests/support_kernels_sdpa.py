@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import MAX_ROWS, sdpa_kernels, sdpa_scaled, sdpa_vector
+from kernels import MAX_ROWS, sdpa_kernels, sdpa_queries, sdpa_scaled, sdpa_vector
 from kernels.sdpa_plan import Plan
 from kernels.testing import same_bytes
 
@@ -127,13 +127,14 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 def mutant(folder: Path, name: str, changes: list[tuple[str, str]]) -> ModuleType:
     """The wrappers over kernels with some text replaced everywhere; each old text has to be in one of the files."""
-    sources = [Path(module.__file__).read_text() for module in (sdpa_kernels, sdpa_scaled, sdpa_vector)]
+    sources = [Path(module.__file__).read_text() for module in (sdpa_queries, sdpa_kernels, sdpa_scaled, sdpa_vector)]
     for old, new in changes:
         assert old in "".join(sources), f"{name}: {old!r} is no longer in the kernel, plant the fault anew"
         sources = [source.replace(old, new) for source in sources]
-    for module in ("sdpa_kernels", "sdpa_scaled"):
+    for module in ("sdpa_queries", "sdpa_kernels", "sdpa_scaled"):
         sources = [source.replace(f"from kernels.{module}", f"from {module}_{name}") for source in sources]
-    kernels, scaled, wrappers = sources
+    queries, kernels, scaled, wrappers = sources
+    _module(folder, f"sdpa_queries_{name}", queries)
     _module(folder, f"sdpa_kernels_{name}", kernels)
     _module(folder, f"sdpa_scaled_{name}", scaled)
     return _module(folder, f"sdpa_{name}", wrappers)

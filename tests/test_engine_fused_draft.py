@@ -28,6 +28,7 @@ from engine.pair import load_pair
 from kernels import FusedOps
 from kernels.launch import LaunchShape
 from kernels.rows import Rows, pack_rows
+from kernels.triton_backend import attend_sums
 from tools import time_draft
 
 ROOT = Path(__file__).parent.parent
@@ -35,13 +36,17 @@ STEPS = 2
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-@pytest.mark.parametrize("bits", [4, None], ids=["4 bits", "bf16"])
-def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None) -> None:
+@pytest.mark.parametrize(
+    ("bits", "width", "sums"),
+    [(4, 16, False), (None, 16, False), (4, 64, True)],
+    ids=["4 bits", "bf16", "queries made in attention"],
+)
+def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None, width: int, sums: bool) -> None:
     """What every later step reads, and the tokens: another byte would be another drafter than the one that is measured.
 
     One layer, so that a step takes a second; other rows of the state and of the ids hold what must not count.
     """
-    dirs = random_pair_dirs(geometry=TINIER, drafter_bits=bits)
+    dirs = random_pair_dirs(geometry=replace(TINIER, head_dim=width), drafter_bits=bits)
     pair = load_pair(dirs.target, dirs.drafter, DispatchPolicy(backend="triton"), device=DEVICE)
     target, drafter = pair.target, copy.copy(pair.drafter)
     assert drafter is not None
@@ -65,6 +70,8 @@ def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None) -> None:
     state = torch.full((8, TINIER.hidden_size), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     state[0] = hidden
     ops, read = watched(target.kernels.fused)
+    if sums:
+        ops = replace(ops, attend_sums=attend_sums, heads=refuse, attend=refuse)
     kv = {"sliding": caches[0].kv}
     joined = ops.join(weights.embedding, ids, 0, None, weights.embed_scale, state, weights.pre)
     tables = tables_upto(drafter._tables, 20)
@@ -76,6 +83,11 @@ def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None) -> None:
         row[0] = torch.cat((target.embed(torch.tensor([token], device=DEVICE))[0], vector))
         assert same_rows(own, pack_rows(row, own.bits, 1), 1)
     assert len(read) == STEPS
+
+
+def refuse(*operands: Any) -> Any:
+    """An op that must not be called."""
+    raise AssertionError("queries have no launch of their own here")
 
 
 def watched(ops: FusedOps | None) -> tuple[FusedOps, list[Rows]]:
@@ -92,11 +104,12 @@ def watched(ops: FusedOps | None) -> tuple[FusedOps, list[Rows]]:
 
 COUNT = """
 import json, sys
-from tools.time_draft import GEOMETRIES, gated_ops, launches
+from tools.time_draft import GEOMETRIES, HEADS_APART, QUERIES_FROM_SUMS, gated_ops, launches
 cases = {"12b": (0, 4), "31b": (1, 16), "31b in 4 bits": (1, 4)}
 counts = {name: [launches(GEOMETRIES[at], bits, steps) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()}
 fewer = {name: counts[name][1] - launches(GEOMETRIES[at], bits, 2, gated_ops()) for name, (at, bits) in cases.items()}
-sys.stdout.write(json.dumps([counts, fewer]))
+forms = [launches(GEOMETRIES[0], 4, 2, ops) for ops in (HEADS_APART, QUERIES_FROM_SUMS)]
+sys.stdout.write(json.dumps([counts, fewer, forms]))
 """
 
 
@@ -107,7 +120,8 @@ def test_launches_of_a_step() -> None:
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", COUNT], env=environment, cwd=ROOT, text=True, capture_output=True)
     assert found.returncode == 0, found.stderr
-    counts, fewer = json.loads(found.stdout)
+    counts, fewer, (apart, from_sums) = json.loads(found.stdout)
+    assert apart - from_sums == 3 * 2  # three sliding layers in each of two steps
     assert set(counts) == {"12b", "31b", "31b in 4 bits"}
     for name, launches in counts.items():
         assert launches == [launches[0] * steps for steps in (1, 2, 3)], name

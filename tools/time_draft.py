@@ -3,6 +3,7 @@
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
     python -m tools.time_draft --model 31b --gated --gated 64                # down takes gate_up's sums
+    python -m tools.time_draft --qsums                                      # queries made in attention, in turns
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
@@ -34,7 +35,7 @@ from kernels.gated_qmv import ROWS_PER_PROGRAM
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED, gated
+from kernels.triton_backend import FUSED, attend_sums, gated
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -43,6 +44,9 @@ MODELS = {"12b": (GEOMETRIES[0], 4), "31b": (GEOMETRIES[1], 16)}
 DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
+HEADS_APART, QUERIES_FROM_SUMS = replace(FUSED, attend_sums=None), replace(FUSED, attend_sums=attend_sums)
+QUERIES_AHEAD = replace(FUSED, attend_sums=partial(attend_sums, ahead=True))
+"""The same, with keys and values asked for while the q product ends."""
 SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 """2^-8 and -7.5 times that, in bf16: 4-bit codes lie on either side of zero."""
 
@@ -53,8 +57,7 @@ class Chain:
     def __init__(
         self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True, ops: FusedOps = FUSED
     ) -> None:
-        self.ops = ops
-        self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
+        self.bits, self.device, self.shapes, self.filled, self.ops = bits, torch.device(device), shapes, filled, ops
         self.nbytes = 0
         self.used: set[tuple[int, int, int]] = set()
         sliding, full = target.layers
@@ -210,15 +213,18 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
+    parser.add_argument("--qsums", action="store_true", help="also with the sliding layers' queries made in attention")
     parser.add_argument("--launches", action="store_true", help="count launches instead")
     args = parser.parse_args()
     if INTERPRETED.value:
         print("time_draft: TRITON_INTERPRET is set, nothing here would be a GPU's; unset it", file=sys.stderr)
         return 2
     models = {name: MODELS[name] for name in args.model or MODELS}
+    base = HEADS_APART if args.qsums else FUSED
     if args.launches:
         for name, (target, bits) in models.items():
-            print(f"{name}: {launches(target, bits, args.steps)} launches in {args.steps} steps")
+            for which, ops in ((name, base), *([(f"{name} qsums", QUERIES_FROM_SUMS)] if args.qsums else [])):
+                print(f"{which}: {launches(target, bits, args.steps, ops)} launches in {args.steps} steps")
             if args.gated:
                 print(f"{name} gated: {launches(target, bits, args.steps, gated_ops())} launches")
         return 0
@@ -228,16 +234,19 @@ def main() -> int:
     rate = stream_gb_per_s()
     print(f"read-only stream {rate:.0f} GB/s")
     for name, (target, bits) in models.items():
-        chains = {"table": Chain(target, bits, "cuda", {})}
+        chains = {"table": Chain(target, bits, "cuda", {}, ops=base)}
         tried = {matrix: shape for matrix, shape in args.shape if matrix in chains["table"].used}
         if others := [f"{k}x{n}-{b}bit" for (k, n, b), _ in args.shape if (k, n, b) not in tried]:
             print(f"{name}: not in this chain: {', '.join(others)}")
         if tried:
-            chains["tried"] = Chain(target, bits, "cuda", tried)
+            chains["tried"] = Chain(target, bits, "cuda", tried, ops=base)
         if args.gated and bits != 16:
             print(f"{name}: --gated changes nothing, the drafter's matrices have {bits} bits")
         for size in dict.fromkeys(args.gated) if bits == 16 else ():
             chains[f"gated {size}"] = Chain(target, bits, "cuda", tried, ops=gated_ops(size))
+        if args.qsums:
+            chains["qsums"] = Chain(target, bits, "cuda", {}, ops=QUERIES_FROM_SUMS)
+            chains["qsums ahead"] = Chain(target, bits, "cuda", {}, ops=QUERIES_AHEAD)
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):

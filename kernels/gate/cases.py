@@ -20,6 +20,7 @@ from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
 from kernels.repack import PackedWeight
 from kernels.sdpa_plan import Plan
+from kernels.sdpa_queries import QueryHeads
 
 WINDOW, RING, MAX_KEYS = 1024, 1031, 8192
 VOCABULARY = 262144
@@ -281,8 +282,15 @@ def _attention() -> Iterator[Entry]:
                 yield Entry(f"{model.name} {layer.name} attention", partial(_attend, layer, None), expects)
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
-    split = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
-    yield Entry("12b full attention, split", partial(_attend, GEOMETRIES[0].layers[1], None, plan=SPLIT_PLAN), split)
+    for model, bits in zip(GEOMETRIES[:-1], (4, 16), strict=True):
+        layer, name = model.layers[0], f"{model.name} drafter's sliding attention from sums"
+        split = launch_shape(GEOMETRIES[-1].hidden, layer.heads * layer.width, bits).split
+        from_sums = {"attend": Expect(mma="HMMA", loads_ahead=5 + split)}  # position, weights, cos and sin; the sums
+        for ahead in (False, True):
+            called = f"{name}, ahead" if ahead else name
+            yield Entry(called, partial(_attend_sums, layer, split, bits, ahead), from_sums)
+    expects = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
+    yield Entry("12b full attention, split", partial(_attend, GEOMETRIES[0].layers[1], None, plan=SPLIT_PLAN), expects)
 
 
 def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
@@ -294,3 +302,12 @@ def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None
             sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan)
         else:
             sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True)
+
+
+def _attend_sums(layer: Attention, split: int, bits: int, ahead: bool, m: int) -> None:
+    sums = floats(split, SLOTS, layer.heads * layer.width)
+    tables = floats(layer.heads, layer.width), floats(MAX_KEYS, layer.width), floats(MAX_KEYS, layer.width)
+    cache = halves(layer.kv_heads, RING, layer.width)
+    for keys in (8, MAX_KEYS):
+        operands = (sums, cache, cache, position(), m, layer.window, RING, keys, bits)
+        sdpa_vector.sdpa_vector_rows(*operands, query_heads=QueryHeads(*tables, EPS, ahead))
