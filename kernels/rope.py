@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import SLOTS, check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import (
+    SLOTS,
+    check_operand,
+    launch_options,
+    release_consumers,
+    round_bf16,
+    to_bf16,
+    wait_for_producers,
+)
 from kernels.rmsnorm import check_rows, inverse_rms
 from kernels.rows import load_partials
 from kernels.tree import tree_sum
@@ -49,6 +57,7 @@ def head_norms_rope(
     ring: int,
     general: bool = False,
     out: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """From the qkv product to attention's operands: head norms and RoPE; k and v go straight into the cache.
 
@@ -56,6 +65,7 @@ def head_norms_rope(
     norm_heads fp32 [heads + kv_heads (+ kv_heads), D]; cos and sin fp32 [positions, D], sin with the first half
     negated; position int32 [1] on the device: row r stands at position + r, in slot (position + r) % ring of the
     caches bf16 [kv_heads, slots, D]. Returns q bf16 [8, heads, D]; rows past `rows` are written nowhere.
+    `early`: the next launch's programs may start while this one runs (decision 8).
     """
     where = "head_norms_rope"
     check_rows(where, rows)
@@ -95,6 +105,7 @@ def head_norms_rope(
         SPLIT=split,
         K_EQ_V=k_eq_v,
         GENERAL=general,
+        EARLY=early,
         **launch_options(partials.device, 1, alone=True),
     )
     return out
@@ -177,6 +188,7 @@ def _head_norms_rope(
     SPLIT: tl.constexpr,
     K_EQ_V: tl.constexpr,
     GENERAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     m = tl.program_id(0)
     head = tl.program_id(1)
@@ -186,6 +198,7 @@ def _head_norms_rope(
     weight_low = tl.load(norm_heads_ptr + head * D + low)
     weight_high = tl.load(norm_heads_ptr + head * D + high)
     wait_for_producers()
+    release_consumers(EARLY)
     position = tl.load(position_ptr) + m
     raw_low = load_partials(partials_ptr, m, head * D + low, N, low >= 0, SPLIT)
     raw_high = load_partials(partials_ptr, m, head * D + high, N, low >= 0, SPLIT)

@@ -47,19 +47,21 @@ def sdpa_vector(
     out: Tensor | None = None,
     scratch: Scratch | None = None,
     plan: Plan | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Attend row r at position + r over keys [max(0, position + r - window + 1), position + r] -> [n, H, D].
 
     q [n, H, D] bf16 with n >= rows; k and v [Hkv, S, D] bf16, already holding the rows' own keys, key p in slot
     p mod ring; position int32 [1] on the device. max_keys bounds position + rows: a row beyond it comes out NaN.
     Rows from `rows` on are left as they are. `plan`, and with it the scratch, is for tuning: another plan, other bytes.
+    `early`: the launch after this call may start while the last one here runs (decision 8).
     ValueError on another dtype, shape or layout.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
     if out is None:
         out = torch.empty_like(q)
     check_operand("attention: out", out, torch.bfloat16, tuple(q.shape))
-    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0, plan)
+    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0, plan, early)
     return out
 
 
@@ -75,6 +77,7 @@ def sdpa_vector_rows(
     bits: int,
     out: Rows | None = None,
     scratch: Scratch | None = None,
+    early: bool = False,
 ) -> Rows:
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs."""
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
@@ -87,7 +90,7 @@ def sdpa_vector_rows(
             f"attention: rows hold {out.width} values for {out.bits} bits, wanted {heads * width} for {bits}"
         )
     parts = (out.values, out.sums, out.scales)
-    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, parts, heads * width, bits)
+    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, parts, heads * width, bits, early=early)
     return out
 
 
@@ -176,6 +179,7 @@ def _launch(
     out_features: int,
     bits: int,
     plan: Plan | None = None,
+    early: bool = False,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     _, heads, width = q.shape
@@ -232,6 +236,7 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
+        EARLY=early,
         **launch_options(q.device, 4),
     )
 

@@ -92,25 +92,53 @@ def watched(ops: FusedOps | None) -> tuple[FusedOps, list[Rows]]:
 
 COUNT = """
 import json, sys
-from tools.time_draft import GEOMETRIES, launches
+from tools.time_draft import GEOMETRIES, ROW_WISE, launches
 cases = {"12b": (0, 4), "31b": (1, 16), "31b in 4 bits": (1, 4)}
-counts = {name: [launches(GEOMETRIES[at], bits, steps) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()}
-sys.stdout.write(json.dumps(counts))
+counts = {
+    name: [len(launches(GEOMETRIES[at], bits, steps)) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()
+}
+chains = {
+    which: [(x.kernel, x.describe()) for x in launches(GEOMETRIES[1], 16, 2, early)]
+    for which, early in (("table", ()), ("early", ROW_WISE), ("geglu", ("geglu",)))
+}
+sys.stdout.write(json.dumps({"counts": counts, "chains": chains}))
 """
 
 
-def test_launches_of_a_step() -> None:
-    """Each costs two to four microseconds of a step of 200 to 400. At both models' shapes, in a process of its own:
-    Triton decides at import whether it interprets."""
+@pytest.fixture(scope="module")
+def noted() -> dict[str, Any]:
+    """Launches at both models' shapes, in a process of its own: Triton decides at import whether it interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", COUNT], env=environment, cwd=ROOT, text=True, capture_output=True)
     assert found.returncode == 0, found.stderr
-    counts = json.loads(found.stdout)
+    report: dict[str, Any] = json.loads(found.stdout)
+    return report
+
+
+def test_launches_of_a_step(noted: dict[str, Any]) -> None:
+    """Each costs two to four microseconds of a step of 200 to 400."""
+    counts = noted["counts"]
     assert set(counts) == {"12b", "31b", "31b in 4 bits"}
     for name, launches in counts.items():
         assert launches == [launches[0] * steps for steps in (1, 2, 3)], name
         assert 20 < launches[0] <= 47, name
+
+
+STREAMING = {"_qmv", "attend", "scores_of", "scaled_values"}
+"""Release the next launch after their loop, whoever calls."""
+
+
+def test_early_launches_are_the_same_ones(noted: dict[str, Any]) -> None:
+    """When consumers may start is all that may differ: another kernel, order or constant would be another drafter. An
+    op whose launch did not say so would be timed as if it had."""
+    table, early, geglu = (noted["chains"][which] for which in ("table", "early", "geglu"))
+    assert [(kernel, text.replace("EARLY=True", "EARLY=False")) for kernel, text in early] == [tuple(x) for x in table]
+    assert {kernel for kernel, _ in table} > STREAMING
+    assert not [text for _, text in table if "EARLY=True" in text]
+    for kernel, text in early:
+        assert ("EARLY=True" in text) == (kernel not in STREAMING), kernel
+    assert {kernel for kernel, text in geglu if "EARLY=True" in text} == {"_geglu_rows"}
 
 
 def test_launch_shapes_are_read_from_the_command_line() -> None:

@@ -2,19 +2,23 @@
 
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
+    python -m tools.time_draft --early                                      # launches that start early, in turns
+    python -m tools.time_draft --early geglu --early residual attend        # after GeGLU alone; after two other ops
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
 `tools.tune_qmv` times products alone; what reads their partial sums costs time too, so launch shapes (tile, unroll,
-stages, warps, split) are tried here inside the chain, in turns with those of the table.
+stages, warps, split) are tried here inside the chain, in turns with those of the table. `--early` times drafts whose
+row-wise launches, or those of the named ops, let the next one start right after their wait; tokens must not change.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +27,13 @@ from torch import Tensor
 
 from engine.config import LayerShape
 from engine.fused_draft import DraftWeights, fused_draft
-from kernels import Linear
+from kernels import FusedOps, Linear
 from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, VOCABULARY, WINDOW, Geometry
-from kernels.gate.record import recorded_launches
+from kernels.gate.record import Variant, recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED
+from kernels.triton_backend import FUSED, ROW_WISE, releasing_early
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -38,6 +42,9 @@ MODELS = {"12b": (GEOMETRIES[0], 4), "31b": (GEOMETRIES[1], 16)}
 DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
+EARLY = (
+    f"time drafts whose launches of these ops let the next one start early (none named: all of {', '.join(ROW_WISE)})"
+)
 SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 """2^-8 and -7.5 times that, in bf16: 4-bit codes lie on either side of zero."""
 
@@ -47,6 +54,7 @@ class Chain:
 
     def __init__(self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True) -> None:
         self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
+        self.ops: FusedOps = FUSED
         self.nbytes = 0
         self.used: set[tuple[int, int, int]] = set()
         sliding, full = target.layers
@@ -79,10 +87,16 @@ class Chain:
             for count, value in ((SLOTS, 3), (SLOTS, 5), (1, CONTEXT), (1, CONTEXT))
         )
 
+    def early(self, names: Iterable[str]) -> Chain:
+        """The same chain over the same memory, whose launches of these ops let the next one start early."""
+        other = copy.copy(self)
+        other.ops = releasing_early(names)
+        return other
+
     def run(self, steps: int) -> None:
         """Behind a verify step that accepts none of its drafts, `steps` tokens into the ids."""
         w = self.weights
-        joined = FUSED.join_accepted(
+        joined = self.ops.join_accepted(
             w.embedding,
             self.ids,
             self.best,
@@ -93,7 +107,7 @@ class Chain:
             w.embed_scale,
             w.pre,
         )
-        fused_draft(FUSED, w, joined, self.ids, self.draft_position, self.kv, self.tables, MAX_KEYS, steps)
+        fused_draft(self.ops, w, joined, self.ids, self.draft_position, self.kv, self.tables, MAX_KEYS, steps)
 
     def _layer(self, kind: str, heads: int) -> tuple[LayerShape, Any]:
         width = 256 if kind == "sliding" else 512
@@ -135,12 +149,12 @@ class Chain:
         return out.normal_(0, 0.05) if self.filled else out
 
 
-def launches(target: Geometry, bits: int, steps: int) -> int:
+def launches(target: Geometry, bits: int, steps: int, early: Iterable[str] = ()) -> list[Variant]:
     """Launches of a chain of so many steps; they are noted, and nothing runs."""
-    chain = Chain(target, bits, "cpu", {}, filled=False)
+    chain = Chain(target, bits, "cpu", {}, filled=False).early(early)
     with recorded_launches(90) as found:
         chain.run(steps)
-        return len(found)
+        return found
 
 
 def recorded(chain: Chain, steps: int) -> Callable[[], object]:
@@ -165,6 +179,15 @@ def step_us(chain: Chain, replay: Callable[[], object], steps: int, repeats: int
     return statistics.median(begin.elapsed_time(end) * 1e3 / steps for begin, end in marks)
 
 
+def tokens(chain: Chain, replay: Callable[[], object]) -> list[int]:
+    """The ids that a replay leaves at the first position."""
+    for words, value in ((chain.position, CONTEXT), (chain.ids, 3)):
+        words.fill_(value)
+    replay()
+    found: list[int] = chain.ids.tolist()
+    return found
+
+
 def shape_of(text: str) -> tuple[Matrix, LaunchShape]:
     """8192x1024-4bit=64,1,4,2,16 -> the matrix and its launch shape; ArgumentTypeError for another form."""
     name, _, sizes = text.partition("=")
@@ -180,12 +203,13 @@ def shape_of(text: str) -> tuple[Matrix, LaunchShape]:
 
 
 def main() -> int:
-    """Returns 2 without a GPU, or where the interpreter runs the kernels."""
+    """Returns 2 without a GPU, or where the interpreter runs the kernels; 1 where an early launch changes a token."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", default=[], choices=MODELS, help="this model's drafter alone")
     parser.add_argument("--shape", action="append", default=[], type=shape_of, metavar="KxN-Bbit=SHAPE")
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
+    parser.add_argument("--early", action="append", default=[], nargs="*", choices=ROW_WISE, metavar="OP", help=EARLY)
     parser.add_argument("--launches", action="store_true", help="count launches instead")
     args = parser.parse_args()
     if INTERPRETED.value:
@@ -194,7 +218,7 @@ def main() -> int:
     models = {name: MODELS[name] for name in args.model or MODELS}
     if args.launches:
         for name, (target, bits) in models.items():
-            print(f"{name}: {launches(target, bits, args.steps)} launches in {args.steps} steps")
+            print(f"{name}: {len(launches(target, bits, args.steps))} launches in {args.steps} steps")
         return 0
     if not torch.cuda.is_available():
         print("time_draft: needs a CUDA device, or --launches", file=sys.stderr)
@@ -208,12 +232,18 @@ def main() -> int:
             print(f"{name}: not in this chain: {', '.join(others)}")
         if tried:
             chains["tried"] = Chain(target, bits, "cuda", tried)
+        for names in args.early:
+            chains[f"early {'+'.join(names)}".rstrip()] = chains["table"].early(names or ROW_WISE)
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):
             for which, chain in chains.items():
                 times[which].append(step_us(chain, replays[which], args.steps, args.repeats))
+        wanted = tokens(chains["table"], replays["table"])
         for which, chain in chains.items():
+            if which.startswith("early") and (found := tokens(chain, replays[which])) != wanted:
+                print(f"time_draft: {name} {which}: tokens {found}, not {wanted}", file=sys.stderr)
+                return 1
             floor = chain.nbytes / rate / 1e3
             print(
                 f"{name} {which}: {statistics.median(times[which]):.1f} us a step"
