@@ -164,10 +164,10 @@ class Drafter:
         if target is None:
             raise EngineError("drafter: not bound to a target; call bind(target) first")
         assert isinstance(room, Room)
+        ops = self.kernels.fused_draft or self.kernels.fused
         layers = shared.layers  # a recording outlives the caches: holding them would keep their room from the next ones
 
         def run() -> object:
-            ops = self.kernels.fused
             assert ops is not None
             weights = self._fused(target)
             table, scale, pre = weights.embedding, weights.embed_scale, weights.pre
@@ -181,7 +181,7 @@ class Drafter:
             fused_draft(ops, weights, joined, room.ids, room.draft_position, kv, tables, max_keys, count)
             return tables, weights, verified  # the recording reads them, so it keeps them
 
-        key = ("draft", count, None if verified is None else verified.data_ptr(), self, self.kernels.fused)
+        key = ("draft", count, None if verified is None else verified.data_ptr(), self, ops)
         return room.recorded(key, run)[0]
 
     def _fused(self, target: Target) -> DraftWeights:

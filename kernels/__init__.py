@@ -147,6 +147,8 @@ class Kernels:
     argmax(logits [M, V]) -> list of M ids           ties go to the lowest id
     table(weight, head) -> table                     what `embed` reads: the matrix, or the head's packed form
     embed(table, ids, scale) -> [n, H]               rows times the rounded scale, rounded
+
+    `fused_draft`: the ops of a draft step where they are launched otherwise than a verify step's, same bytes.
     """
 
     backend: str
@@ -166,6 +168,7 @@ class Kernels:
     table: Callable[[Weight, Linear], Any]
     embed: Callable[[Any, Tensor, Tensor], Tensor]
     fused: FusedOps | None = None
+    fused_draft: FusedOps | None = None
 
 
 def kernels_for(backend: str) -> Kernels:

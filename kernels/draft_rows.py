@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.argmax import best_of
 from kernels.embed import embedded
-from kernels.jit import SLOTS, check_operand, launch_options, wait_for_producers
+from kernels.jit import SLOTS, check_operand, launch_options, release_consumers, wait_for_producers
 from kernels.repack import PackedWeight
 from kernels.rows import Rows, load_partials, new_rows, store_rows
 
@@ -24,12 +24,20 @@ GROUPS_PER_PROGRAM = 2
 
 
 def join_rows(
-    table: PackedWeight, ids: Tensor, at: int, keys: Tensor | None, scale: Tensor, state: Tensor, bits: int
+    table: PackedWeight,
+    ids: Tensor,
+    at: int,
+    keys: Tensor | None,
+    scale: Tensor,
+    state: Tensor,
+    bits: int,
+    early: bool = False,
 ) -> Rows:
     """Row 0 of a draft step: the table's row of a token, times the scale, then a state -> `Rows` of width 2 B.
 
     The token is ids[at], ids int32 [8], or that of keys int64 [8, blocks] (`kernels.argmax.head_best`), which goes to
     ids[at]. scale bf16, one value. state: row 0 of bf16 [8, B], or of partial sums fp32 [split, 8, B].
+    `early`: the next launch's programs may start while this one runs (decision 8).
     """
     where = "join_rows"
     _check_table(where, table, ids, scale)
@@ -62,6 +70,7 @@ def join_rows(
         SPLIT=state.shape[0] if summed else 0,
         BITS=bits,
         G=GROUPS_PER_PROGRAM,
+        EARLY=early,
         **launch_options(ids.device, 1),
     )
     return out
@@ -77,12 +86,14 @@ def join_accepted_rows(
     rows: int,
     scale: Tensor,
     bits: int,
+    early: bool = False,
 ) -> Rows:
     """Carry on behind the longest prefix of drafts that equals the target's own tokens -> `Rows` as `join_rows` makes.
 
     ids int32 [8] are the block's rows, best int32 [8] its greedy tokens, hidden bf16 [8, B] its states, position
     int32 [1] its first row's. Of `rows` rows a are accepted: the next step takes token best[a] and state hidden[a],
     ids[0] becomes best[a], position moves on by a + 1 and draft_position stands one before it.
+    `early` as in `join_rows`.
     """
     where = "join_accepted_rows"
     _check_table(where, table, ids, scale)
@@ -112,6 +123,7 @@ def join_accepted_rows(
         TILE=table.shape.tile,
         BITS=bits,
         G=GROUPS_PER_PROGRAM,
+        EARLY=early,
         **launch_options(ids.device, 1),
     )
     return out
@@ -135,7 +147,7 @@ def _grid(width: int) -> tuple[int, int]:
 def _join(
     codes_ptr, table_scales_ptr, scale_ptr, ids_ptr, at, keys_ptr, state_ptr, values_ptr, sums_ptr, scales_ptr, groups,
     TABLE_BITS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    BITS: tl.constexpr, G: tl.constexpr,
+    BITS: tl.constexpr, G: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """SPLIT 0: the state is a plain row; BLOCKS 0: the token is there already."""
     half = tl.program_id(0)
@@ -143,6 +155,7 @@ def _join(
     valid = group < groups
     column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
     wait_for_producers()
+    release_consumers(EARLY)
     if half == 0:
         if BLOCKS == 0:
             token = tl.load(ids_ptr + at)
@@ -163,7 +176,7 @@ def _join(
 def _join_accepted(
     codes_ptr, table_scales_ptr, scale_ptr, ids_ptr, best_ptr, hidden_ptr, position_ptr, draft_position_ptr,
     values_ptr, sums_ptr, scales_ptr, rows, groups,
-    TABLE_BITS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    TABLE_BITS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every program finds what was accepted; one writes it down, in words that no other program reads."""
     half = tl.program_id(0)
@@ -172,6 +185,7 @@ def _join_accepted(
     column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
     row = tl.arange(0, 8)
     wait_for_producers()
+    release_consumers(EARLY)
     drafted = tl.load(ids_ptr + 1 + row, mask=row + 1 < rows, other=-1)
     found = tl.load(best_ptr + row, mask=row + 1 < rows, other=-1)
     accepted = tl.min(tl.where((row + 1 < rows) & (drafted != found), row, rows - 1), 0)

@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import INTERPRETED, SLOTS, check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import (
+    INTERPRETED,
+    SLOTS,
+    check_operand,
+    launch_options,
+    release_consumers,
+    round_bf16,
+    to_bf16,
+    wait_for_producers,
+)
 from kernels.rmsnorm import check_rows, checked_rows, inverse_rms
 from kernels.rows import Rows, load_partials, store_rows
 from kernels.tree import tree_sum
@@ -73,10 +82,13 @@ def norm_rows(
     return out
 
 
-def sum_norm_rows(partials: Tensor, weight: Tensor, eps: float, rows: int, bits: int) -> tuple[Tensor, Rows]:
+def sum_norm_rows(
+    partials: Tensor, weight: Tensor, eps: float, rows: int, bits: int, early: bool = False
+) -> tuple[Tensor, Rows]:
     """A product's sums as rows, and their norm, packed for a product with a matrix of these bits.
 
     partials fp32 [split, 8, D]; weight fp32 [D] -> bf16 [8, D] and `Rows`; slots from `rows` on are not written.
+    `early`: the next launch's programs may start while this one runs (decision 8).
     """
     where = "sum_norm_rows"
     check_operand(f"{where}: partials", partials, torch.float32, (None, SLOTS, None))
@@ -101,6 +113,7 @@ def sum_norm_rows(partials: Tensor, weight: Tensor, eps: float, rows: int, bits:
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
+            EARLY=early,
             **launch_options(partials.device, _warps(size), alone=True),
         )
     return out, packed
@@ -118,12 +131,14 @@ def residual_norm_rows(
     out: Tensor | None = None,
     packed: Rows | None = None,
     normed: Tensor | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Rows | None]:
     """What stands between a product and the next: norm, residual add, layer scalar, next norm, packing.
 
     partials fp32 [split, 8, D] of o or down; residual bf16 [8, D]; post_weight and next_weight fp32 [D]; scalar bf16
     [1] or None -> the new residual bf16 [8, D] and `Rows` of its norm, None without next_weight. `out` must not be
     the residual's own memory; `normed` bf16 [8, D] also receives the plain normed rows. Other rows are not written.
+    `early`: the next launch's programs may start while this one runs (decision 8).
     """
     check_operand("residual_norm_rows: partials", partials, torch.float32, (None, SLOTS, None))
     split, _, width = partials.shape
@@ -165,6 +180,7 @@ def residual_norm_rows(
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
+            EARLY=early,
             **launch_options(residual.device, _warps(size), alone=True),
         )
     return out, packed
@@ -270,12 +286,14 @@ def _norm_rows(
 def _sum_norm_rows(
     partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
     m, part = tl.program_id(0), tl.program_id(1)
     at = part * SIZE + tl.arange(0, SIZE)
     weight = tl.load(weight_ptr + at, mask=at < D, other=0.0)
     wait_for_producers()
+    release_consumers(EARLY)  # no consumer is placed before all programs that meet here are
     words_ptr += (SLICES * 16 + m) * 32
     count = _next_count(words_ptr, SLICES)
     h = load_partials(partials_ptr, m, at, D, at < D, SPLIT)
@@ -291,6 +309,7 @@ def _residual_norm_rows(
     partials_ptr, residual_ptr, post_weight_ptr, scalar_ptr, next_weight_ptr, out_ptr,
     normed_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
     m, part = tl.program_id(0), tl.program_id(1)
@@ -302,6 +321,7 @@ def _residual_norm_rows(
     if scalar_ptr is not None:
         scalar = tl.load(scalar_ptr).to(tl.float32)
     wait_for_producers()
+    release_consumers(EARLY)  # no consumer is placed before all programs that meet here are
     words_ptr += (SLICES * 16 + m) * 32
     count = _next_count(words_ptr, SLICES)
     if next_weight_ptr is not None:

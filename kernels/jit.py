@@ -68,9 +68,12 @@ def wait_for_producers():
 
 
 @triton.jit
-def release_consumers():
-    """Let the next launch's programs start as soon as there is room for them."""
-    if not INTERPRETED:
+def release_consumers(now: tl.constexpr = True):
+    """Let the next launch's programs start once every program here has said so or ended; not `now`: once all ended.
+
+    Always after the wait, so that a launch may read before its own wait what was written before the one it follows.
+    """
+    if now and not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit import SLOTS, check_operand, launch_options, round_bf16, to_bf16, wait_for_producers
+from kernels.jit import (
+    SLOTS,
+    check_operand,
+    launch_options,
+    release_consumers,
+    round_bf16,
+    to_bf16,
+    wait_for_producers,
+)
 from kernels.rmsnorm import check_rows, inverse_rms
 from kernels.rows import load_partials
 from kernels.tree import tree_sum
@@ -50,6 +58,7 @@ def head_norms_rope(
     general: bool = False,
     out: Tensor | None = None,
     settled: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """From the qkv product to attention's operands: head norms and RoPE; k and v go straight into the cache.
 
@@ -57,7 +66,8 @@ def head_norms_rope(
     norm_heads fp32 [heads + kv_heads (+ kv_heads), D]; cos and sin fp32 [positions, D], sin with the first half
     negated; position int32 [1] on the device: row r stands at position + r, in slot (position + r) % ring of the
     caches bf16 [kv_heads, slots, D]. Returns q bf16 [8, heads, D]; rows past `rows` are written nowhere. `settled`: the
-    position was written before the launch that this one follows, so that it may be read early.
+    position was written before the launch that this one follows, so that it may be read early. `early`: the next
+    launch's programs may start while this one runs (decision 8).
     """
     where = "head_norms_rope"
     check_rows(where, rows)
@@ -98,6 +108,7 @@ def head_norms_rope(
         K_EQ_V=k_eq_v,
         GENERAL=general,
         SETTLED=settled,
+        EARLY=early,
         **launch_options(partials.device, 1, alone=True),
     )
     return out
@@ -190,6 +201,7 @@ def _head_norms_rope(
     K_EQ_V: tl.constexpr,
     GENERAL: tl.constexpr,
     SETTLED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     m = tl.program_id(0)
     head = tl.program_id(1)
@@ -201,6 +213,7 @@ def _head_norms_rope(
     if SETTLED:
         position, cos_low, cos_high, sin_low, sin_high = _angles(position_ptr, cos_ptr, sin_ptr, m, D)
     wait_for_producers()
+    release_consumers(EARLY)
     if not SETTLED:
         position, cos_low, cos_high, sin_low, sin_high = _angles(position_ptr, cos_ptr, sin_ptr, m, D)
     raw_low = load_partials(partials_ptr, m, head * D + low, N, low >= 0, SPLIT)

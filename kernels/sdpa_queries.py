@@ -20,6 +20,9 @@ from kernels.rope import turned
 from kernels.rows import load_partials
 from kernels.tree import tree_sums
 
+REGISTERS = 168
+"""Most of a thread: with 8 warps ptxas stops at 128, where the queries' sums do not fit."""
+
 
 @dataclass(frozen=True)
 class QueryHeads:
@@ -44,7 +47,7 @@ class QueryHeads:
     def operands(self, sums: Tensor) -> dict[str, Any]:
         """What the kernel takes beside its other operands."""
         tables = {"norm_heads_ptr": self.norm_heads, "cos_ptr": self.cos, "sin_ptr": self.sin}
-        return {**tables, "eps": float(self.eps), "SPLIT": sums.shape[0], "AHEAD": self.ahead}
+        return {**tables, "eps": float(self.eps), "SPLIT": sums.shape[0], "AHEAD": self.ahead, "maxnreg": REGISTERS}
 
 
 @triton.jit

@@ -48,19 +48,21 @@ def sdpa_vector(
     out: Tensor | None = None,
     scratch: Scratch | None = None,
     plan: Plan | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Attend row r at position + r over keys [max(0, position + r - window + 1), position + r] -> [n, H, D].
 
     q [n, H, D] bf16 with n >= rows; k and v [Hkv, S, D] bf16, already holding the rows' own keys, key p in slot
     p mod ring; position int32 [1] on the device. max_keys bounds position + rows: a row beyond it comes out NaN.
     Rows from `rows` on are left as they are. `plan`, and with it the scratch, is for tuning: another plan, other bytes.
+    `early`: the launch after this call may start while the last one here runs (decision 8).
     ValueError on another dtype, shape or layout.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
     if out is None:
         out = torch.empty_like(q)
     check_operand("attention: out", out, torch.bfloat16, tuple(q.shape))
-    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0, plan)
+    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0, plan, early)
     return out
 
 
@@ -78,6 +80,7 @@ def sdpa_vector_rows(
     scratch: Scratch | None = None,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
+    early: bool = False,
 ) -> Rows:
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
 
@@ -96,7 +99,7 @@ def sdpa_vector_rows(
         )
     parts = (out.values, out.sums, out.scales)
     place = (position, rows, window, ring, 0, max_keys)
-    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads)
+    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads, early=early)
     return out
 
 
@@ -200,6 +203,7 @@ def _launch(
     plan: Plan | None = None,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
+    early: bool = False,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     groups, _, width = k.shape
@@ -239,8 +243,7 @@ def _launch(
             CHUNK=plan.chunk,
             INNER=plan.inner,
             SETTLED=settled,
-            **({} if query_heads is None else query_heads.operands(q)),
-            **bounded,
+            **(bounded if query_heads is None else bounded | query_heads.operands(q)),
         )
     part = min(COMBINE_WIDTH, width)
     combine[(rows, heads, width // part)](
@@ -260,6 +263,7 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
+        EARLY=early,
         **launch_options(q.device, 4),
     )
 

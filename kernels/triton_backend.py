@@ -6,7 +6,9 @@ the op-by-op attention of stage `base`) is plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +126,7 @@ def _heads(
     shape: Any,
     kv: Tensor | None,
     eps: float,
+    early: bool = False,
 ) -> Tensor:
     """`shape` has num_heads, num_kv_heads, head_dim and k_eq_v; where v is k, the raw k's norm has no weight."""
     width = shape.head_dim
@@ -143,17 +146,25 @@ def _heads(
         v,
         ring,
         settled=True,  # a step writes its position first of all
+        early=early,
     )
 
 
 def _attend(
-    q: Tensor, kv: Tensor, position: Tensor, rows: int, window: int | None, max_keys: int, following: Linear
+    q: Tensor,
+    kv: Tensor,
+    position: Tensor,
+    rows: int,
+    window: int | None,
+    max_keys: int,
+    following: Linear,
+    early: bool = False,
 ) -> Rows:
     bits, ring = following.operand.bits, kv.shape[2]
     if q.shape[2] % GROUP:
-        out = sdpa_vector(q, kv[0], kv[1], position, rows, window, ring, max_keys)
-        return pack_rows(out.view(MAX_ROWS, -1), bits, rows)
-    return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits, settled=True)
+        out = sdpa_vector(q, kv[0], kv[1], position, rows, window, ring, max_keys, early=early)
+        return pack_rows(out.view(MAX_ROWS, -1), bits, rows, early=early)
+    return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits, settled=True, early=early)
 
 
 def attend_sums(
@@ -170,6 +181,7 @@ def attend_sums(
     max_keys: int,
     following: Linear,
     ahead: bool = False,
+    early: bool = False,
 ) -> Rows:
     """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials.
 
@@ -177,11 +189,12 @@ def attend_sums(
     """
     width = shape.head_dim
     if width % GROUP or plan_for(width, shape.num_heads, kv.shape[1]).block:
-        q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps)
-        return _attend(q, kv, position, rows, window, max_keys, following)
+        q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps, early)
+        return _attend(q, kv, position, rows, window, max_keys, following, early)
     heads = QueryHeads(norm_heads, cos.view(-1, width), sin.view(-1, width), eps, ahead)
     bits, ring = following.operand.bits, kv.shape[2]
-    return sdpa_vector_rows(partials, kv[0], kv[1], position, rows, window, ring, max_keys, bits, query_heads=heads)
+    place = (position, rows, window, ring, max_keys)
+    return sdpa_vector_rows(partials, kv[0], kv[1], *place, bits, query_heads=heads, early=early)
 
 
 def _residual(
@@ -194,26 +207,29 @@ def _residual(
     rows: int,
     following: Linear,
     normed: Tensor | None,
+    early: bool = False,
 ) -> tuple[Tensor, Rows]:
-    bits = following.operand.bits
-    out, packed = residual_norm_rows(partials, h, post_norm, scalar, next_norm, eps, rows, bits, normed=normed)
+    operands = partials, h, post_norm, scalar, next_norm, eps, rows, following.operand.bits
+    out, packed = residual_norm_rows(*operands, normed=normed, early=early)
     assert packed is not None
     return out, packed
 
 
-def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool) -> Rows:
-    return geglu_rows(partials, rows, following.operand.bits, fused)
+def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool, early: bool = False) -> Rows:
+    return geglu_rows(partials, rows, following.operand.bits, fused, early=early)
 
 
-def _geglu_product(partials: Tensor, w: Linear, rows: int, fused: bool) -> Tensor:
-    return qmv(_geglu(partials, rows, w, fused), w.operand, rows)
+def _geglu_product(partials: Tensor, w: Linear, rows: int, fused: bool, early: bool = False) -> Tensor:
+    return qmv(_geglu(partials, rows, w, fused, early), w.operand, rows)
 
 
-def gated(partials: Tensor, w: Linear, rows: int, fused: bool, per_program: int = ROWS_PER_PROGRAM) -> Tensor:
+def gated(
+    partials: Tensor, w: Linear, rows: int, fused: bool, per_program: int = ROWS_PER_PROGRAM, early: bool = False
+) -> Tensor:
     """`FusedOps.gated` in one launch where w takes gate_up's sums, in two elsewhere; the same bytes."""
     if fused and takes_sums(partials, w.operand):
         return gated_qmv(partials, w.operand, rows, per_program=per_program)
-    return _geglu_product(partials, w, rows, fused)
+    return _geglu_product(partials, w, rows, fused, early)
 
 
 def _head(partials: Tensor, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
@@ -229,9 +245,16 @@ def _pack(x: Tensor, rows: int, following: Linear) -> Rows:
 
 
 def _join(
-    head: Linear, ids: Tensor, at: int, pick: Tensor | None, scale: Tensor, state: Tensor, following: Linear
+    head: Linear,
+    ids: Tensor,
+    at: int,
+    pick: Tensor | None,
+    scale: Tensor,
+    state: Tensor,
+    following: Linear,
+    early: bool = False,
 ) -> Rows:
-    return join_rows(head.operand, ids, at, pick, scale, state, following.operand.bits)
+    return join_rows(head.operand, ids, at, pick, scale, state, following.operand.bits, early)
 
 
 def _join_accepted(
@@ -244,22 +267,23 @@ def _join_accepted(
     rows: int,
     scale: Tensor,
     following: Linear,
+    early: bool = False,
 ) -> Rows:
     bits = following.operand.bits
-    return join_accepted_rows(head.operand, ids, best, hidden, position, draft_position, rows, scale, bits)
+    return join_accepted_rows(head.operand, ids, best, hidden, position, draft_position, rows, scale, bits, early)
 
 
-def _enter(partials: Tensor, weight: Tensor, eps: float, following: Linear) -> tuple[Tensor, Rows]:
-    return sum_norm_rows(partials, weight, eps, 1, following.operand.bits)
+def _enter(partials: Tensor, weight: Tensor, eps: float, following: Linear, early: bool = False) -> tuple[Tensor, Rows]:
+    return sum_norm_rows(partials, weight, eps, 1, following.operand.bits, early)
 
 
-def _reuse(packed: Rows, x: Tensor, following: Linear) -> Rows:
+def _reuse(packed: Rows, x: Tensor, following: Linear, early: bool = False) -> Rows:
     bits = following.operand.bits
-    return packed if packed.bits == bits else pack_rows(x, bits, 1)
+    return packed if packed.bits == bits else pack_rows(x, bits, 1, early=early)
 
 
-def _pick(partials: Tensor) -> Tensor:
-    return head_best(partials, 1, None)
+def _pick(partials: Tensor, early: bool = False) -> Tensor:
+    return head_best(partials, 1, None, early=early)
 
 
 FUSED = FusedOps(
@@ -283,6 +307,32 @@ FUSED = FusedOps(
     attend_sums=attend_sums if QUERIES_FROM_SUMS else None,
 )
 
+ROW_WISE: dict[str, Callable[..., Any]] = {
+    "join_accepted": _join_accepted,
+    "join": _join,
+    "enter": _enter,
+    "heads": _heads,
+    "attend": _attend,
+    "residual": _residual,
+    "gated": _geglu_product,
+    "reuse": _reuse,
+    "pick": _pick,
+    "settle": write_best,
+}
+"""Ops of a draft step whose last launch is row-wise: every op but the products."""
+
+DRAFTS_RELEASE_EARLY = False
+"""Whether row-wise launches of a draft step let the next one start right after their wait (decision 8); not timed."""
+
+
+def releasing_early(names: Iterable[str] = ROW_WISE) -> FusedOps:
+    """`FUSED` with these ops letting the next launch start right after their wait: the same bytes, for a draft step's
+    few programs; a verify step's products would end up unevenly spread."""
+    return replace(FUSED, **{name: partial(ROW_WISE[name], early=True) for name in names})
+
+
+FUSED_DRAFT = releasing_early()
+
 KERNELS = Kernels(
     backend="triton",
     prepare=prepare,
@@ -301,4 +351,5 @@ KERNELS = Kernels(
     table=table,
     embed=embed,
     fused=FUSED,
+    fused_draft=FUSED_DRAFT if DRAFTS_RELEASE_EARLY else None,
 )

@@ -61,7 +61,7 @@ def tensors(found: Any) -> list[Tensor]:
 def in_torch(pair: Pair) -> Pair:
     """A pair of the reference backend whose steps and draft chains take these ops."""
     ops = fused_ops(pair.target._embedding)
-    target = pair.target.with_kernels(replace(pair.target.kernels, fused=ops))
+    target = pair.target.with_kernels(replace(pair.target.kernels, fused=ops, fused_draft=None))
     drafter = copy.copy(pair.drafter)
     assert drafter is not None
     drafter.kernels = target.kernels

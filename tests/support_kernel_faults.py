@@ -7,6 +7,7 @@ that the row check has to refuse. All share one body, so a fault is the only dif
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import SLOTS, dot, launch_options, release_consumers, wait_for_producers
-from kernels.rows import sum_partials
+from kernels.rows import pack_rows, sum_partials
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH, FEATURES = 128, 64
@@ -201,6 +202,9 @@ def gate_entries() -> list[Entry]:
     def hesitates(rows: int) -> None:
         sum_partials(torch.empty(32, SLOTS, 1024), rows)
 
+    def hurries(rows: int) -> None:
+        pack_rows(torch.empty(SLOTS, 1024, dtype=torch.bfloat16), 4, rows, early=True)
+
     return [
         entry("honest", honest),
         entry("M specialized by Triton", specialized),
@@ -218,4 +222,6 @@ def gate_entries() -> list[Entry]:
         ),
         Entry("no kernel at all", lambda rows: None),
         Entry("few loads on their way", hesitates, {"_sum": Expect(loads_ahead=32)}),
+        entry("a late release", honest, expect=replace(plain, early=True)),
+        Entry("a release before the reads", hurries),
     ]

@@ -104,29 +104,65 @@ def watched(ops: FusedOps | None) -> tuple[FusedOps, list[Rows]]:
 
 COUNT = """
 import json, sys
-from tools.time_draft import GEOMETRIES, HEADS_APART, QUERIES_FROM_SUMS, gated_ops, launches
+from kernels.triton_backend import FUSED, ROW_WISE, releasing_early
+from tools.time_draft import GEOMETRIES, forms, launches
 cases = {"12b": (0, 4), "31b": (1, 16), "31b in 4 bits": (1, 4)}
-counts = {name: [launches(GEOMETRIES[at], bits, steps) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()}
-fewer = {name: counts[name][1] - launches(GEOMETRIES[at], bits, 2, gated_ops()) for name, (at, bits) in cases.items()}
-forms = [launches(GEOMETRIES[0], 4, 2, ops) for ops in (HEADS_APART, QUERIES_FROM_SUMS)]
-sys.stdout.write(json.dumps([counts, fewer, forms]))
+counts = {
+    name: [len(launches(GEOMETRIES[at], bits, steps)) for steps in (1, 2, 3)] for name, (at, bits) in cases.items()
+}
+counts |= {
+    f"{name}, {form}": len(launches(GEOMETRIES[at], bits, 2, ops))
+    for name, (at, bits) in cases.items()
+    for form, ops in forms(bits).items()
+    if form in ("queries", "gated 128", "all")
+}
+chains = {
+    which: [(x.kernel, x.describe()) for x in launches(GEOMETRIES[1], 16, 2, ops)]
+    for which, ops in (("table", FUSED), ("early", releasing_early()), ("gated", releasing_early(["gated"])))
+}
+sys.stdout.write(json.dumps({"counts": counts, "chains": chains}))
 """
 
 
-def test_launches_of_a_step() -> None:
-    """Each costs two to four microseconds of a step of 200 to 400. At both models' shapes, in a process of its own:
-    Triton decides at import whether it interprets."""
+@pytest.fixture(scope="module")
+def noted() -> dict[str, Any]:
+    """Launches at both models' shapes, in a process of its own: Triton decides at import whether it interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", COUNT], env=environment, cwd=ROOT, text=True, capture_output=True)
     assert found.returncode == 0, found.stderr
-    counts, fewer, (apart, from_sums) = json.loads(found.stdout)
-    assert apart - from_sums == 3 * 2  # three sliding layers in each of two steps
-    assert set(counts) == {"12b", "31b", "31b in 4 bits"}
-    for name, launches in counts.items():
+    report: dict[str, Any] = json.loads(found.stdout)
+    return report
+
+
+def test_launches_of_a_step(noted: dict[str, Any]) -> None:
+    """Each costs two to four microseconds of a step of 200 to 400."""
+    counts = noted["counts"]
+    for name in ("12b", "31b", "31b in 4 bits"):
+        launches = counts[name]
         assert launches == [launches[0] * steps for steps in (1, 2, 3)], name
         assert 20 < launches[0] <= 47, name
-    assert fewer == {"12b": 0, "31b": 2 * len(time_draft.KINDS), "31b in 4 bits": 0}, "down on gate_up's sums"
+        queries = 2 * time_draft.KINDS.count("sliding")
+        gated = 2 * len(time_draft.KINDS) * (name == "31b")
+        assert counts[f"{name}, queries"] == launches[1] - queries
+        assert counts.get(f"{name}, gated 128", launches[1]) == launches[1] - gated
+        assert counts[f"{name}, all"] == launches[1] - queries - gated
+
+
+STREAMING = {"_qmv", "attend", "scores_of", "scaled_values"}
+"""Release the next launch after their loop, whoever calls."""
+
+
+def test_early_launches_are_the_same_ones(noted: dict[str, Any]) -> None:
+    """When consumers may start is all that may differ: another kernel, order or constant would be another drafter. An
+    op whose launch did not say so would be timed as if it had."""
+    table, early, geglu = (noted["chains"][which] for which in ("table", "early", "gated"))
+    assert [(kernel, text.replace("EARLY=True", "EARLY=False")) for kernel, text in early] == [tuple(x) for x in table]
+    assert {kernel for kernel, _ in table} > STREAMING
+    assert not [text for _, text in table if "EARLY=True" in text]
+    for kernel, text in early:
+        assert ("EARLY=True" in text) == (kernel not in STREAMING), kernel
+    assert {kernel for kernel, text in geglu if "EARLY=True" in text} == {"_geglu_rows"}
 
 
 def test_launch_shapes_are_read_from_the_command_line() -> None:

@@ -108,6 +108,8 @@ ONE_FAULT = {
     "contraction on": r"expected enable_fp_fusion=False, found contraction left to the compiler",
     "fp32 operands": r"expected products of bf16 or fp16, found \['f32'\]",
     "few loads on their way": r"expected at least 32 loads before the first addition, found \d",
+    "a late release": r"expected consumers released right after the wait, found later or not at all",
+    "a release before the reads": r"expected consumers released later or not at all, found right after the wait",
     "a kernel that is not launched": r"expects other, which it never launches",
     "no kernel at all": r"launches no kernel",
 }
@@ -196,6 +198,24 @@ def test_a_listing_is_read() -> None:
     assert (code.float_atomics, code.spill_instructions, code.local_bytes) == (1, 1, 24)
     assert (code.async_copies, code.registers, code.mma) == (1, 40, ("HMMA",))
     assert code.dots == ((8, "bf16"), (16, "f16"))
+
+
+@pytest.mark.parametrize(
+    ("order", "early"),
+    [
+        ("LDG ACQBULK IADD3 PREEXIT LDG", True),
+        ("ACQBULK LDG PREEXIT", False),
+        ("ACQBULK LDGSTS PREEXIT", False),
+        ("ACQBULK LDG", False),
+        ("PREEXIT ACQBULK LDG", False),
+        ("LDG", False),
+    ],
+)
+def test_an_early_release_is_told_from_a_late_one(order: str, early: bool) -> None:
+    """Which of the two a kernel has decides how the next launch's programs are spread."""
+    assert USAGE is not None
+    lines = [f"/*{16 * at:04x}*/ {opcode} R2, R3 ;" for at, opcode in enumerate([*order.split(), "EXIT"])]
+    assert machine_code.figures(machine_code.parse("\n".join(lines)), USAGE, "", 0).early is early
 
 
 def test_a_listing_without_loops() -> None:

@@ -2,19 +2,22 @@
 
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
-    python -m tools.time_draft --model 31b --gated --gated 64                # down takes gate_up's sums
-    python -m tools.time_draft --qsums                                      # queries made in attention, in turns
+    python -m tools.time_draft --forms                                      # and every form of a step that is off
+    python -m tools.time_draft --early geglu --early residual attend        # early after GeGLU alone; after two others
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
 `tools.tune_qmv` times products alone; what reads their partial sums costs time too, so launch shapes (tile, unroll,
-stages, warps, split) are tried here inside the chain, in turns with those of the table, and so is --gated: `down`
-of a bf16 drafter makes its rows from gate_up's sums, with so many rows of the matrix a program.
+stages, warps, split) are tried here inside the chain, in turns with those of the table. `--forms` times, also in turns,
+what `kernels.triton_backend` can do and does not: row-wise launches that let the next one start right after their wait
+(early), queries made inside attention (queries; ahead: while keys and values are asked for), `down` of a bf16 drafter
+on gate_up's sums (gated, with so many rows of the matrix a program), and all of it. Tokens must not change.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -30,12 +33,11 @@ from engine.config import LayerShape
 from engine.fused_draft import DraftWeights, fused_draft
 from kernels import FusedOps, Linear
 from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, VOCABULARY, WINDOW, Geometry
-from kernels.gate.record import recorded_launches
-from kernels.gated_qmv import ROWS_PER_PROGRAM
+from kernels.gate.record import Variant, recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED, attend_sums, gated
+from kernels.triton_backend import FUSED, ROW_WISE, attend_sums, gated, releasing_early
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -44,9 +46,10 @@ MODELS = {"12b": (GEOMETRIES[0], 4), "31b": (GEOMETRIES[1], 16)}
 DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
-HEADS_APART, QUERIES_FROM_SUMS = replace(FUSED, attend_sums=None), replace(FUSED, attend_sums=attend_sums)
-QUERIES_AHEAD = replace(FUSED, attend_sums=partial(attend_sums, ahead=True))
-"""The same, with keys and values asked for while the q product ends."""
+PER_PROGRAM = (64, 128, 256)
+EARLY = (
+    f"time drafts whose launches of these ops let the next one start early (none named: all of {', '.join(ROW_WISE)})"
+)
 SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 """2^-8 and -7.5 times that, in bf16: 4-bit codes lie on either side of zero."""
 
@@ -54,10 +57,9 @@ SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 class Chain:
     """A drafter of random weights over random caches, or of uninitialised ones where nothing is to run."""
 
-    def __init__(
-        self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True, ops: FusedOps = FUSED
-    ) -> None:
-        self.bits, self.device, self.shapes, self.filled, self.ops = bits, torch.device(device), shapes, filled, ops
+    def __init__(self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True) -> None:
+        self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
+        self.ops: FusedOps = FUSED
         self.nbytes = 0
         self.used: set[tuple[int, int, int]] = set()
         sliding, full = target.layers
@@ -89,6 +91,12 @@ class Chain:
             torch.full((count,), value, dtype=torch.int32, device=self.device)
             for count, value in ((SLOTS, 3), (SLOTS, 5), (1, CONTEXT), (1, CONTEXT))
         )
+
+    def with_ops(self, ops: FusedOps) -> Chain:
+        """The same chain over the same memory, with other ops."""
+        other = copy.copy(self)
+        other.ops = ops
+        return other
 
     def run(self, steps: int) -> None:
         """Behind a verify step that accepts none of its drafts, `steps` tokens into the ids."""
@@ -146,17 +154,28 @@ class Chain:
         return out.normal_(0, 0.05) if self.filled else out
 
 
-def launches(target: Geometry, bits: int, steps: int, ops: FusedOps = FUSED) -> int:
+def forms(bits: int) -> dict[str, FusedOps]:
+    """Ops of the forms of a step that the backend has and does not use, by name; bits: of the drafter's matrices."""
+    sizes = PER_PROGRAM if bits == 16 else ()
+    return {
+        "early": releasing_early(),
+        "queries": replace(FUSED, attend_sums=attend_sums),
+        "queries, ahead": replace(FUSED, attend_sums=partial(attend_sums, ahead=True)),
+        **{f"gated {size}": replace(FUSED, gated=partial(gated, per_program=size)) for size in sizes},
+        "all": replace(
+            releasing_early(),
+            attend_sums=partial(attend_sums, ahead=True, early=True),
+            gated=partial(gated, early=True),
+        ),
+    }
+
+
+def launches(target: Geometry, bits: int, steps: int, ops: FusedOps = FUSED) -> list[Variant]:
     """Launches of a chain of so many steps; they are noted, and nothing runs."""
-    chain = Chain(target, bits, "cpu", {}, filled=False, ops=ops)
+    chain = Chain(target, bits, "cpu", {}, filled=False).with_ops(ops)
     with recorded_launches(90) as found:
         chain.run(steps)
-        return len(found)
-
-
-def gated_ops(per_program: int = ROWS_PER_PROGRAM) -> FusedOps:
-    """The ops with `down` on gate_up's sums, so many rows of the matrix a program."""
-    return replace(FUSED, gated=partial(gated, per_program=per_program))
+        return found
 
 
 def recorded(chain: Chain, steps: int) -> Callable[[], object]:
@@ -181,6 +200,15 @@ def step_us(chain: Chain, replay: Callable[[], object], steps: int, repeats: int
     return statistics.median(begin.elapsed_time(end) * 1e3 / steps for begin, end in marks)
 
 
+def tokens(chain: Chain, replay: Callable[[], object]) -> list[int]:
+    """The ids that a replay leaves at the first position."""
+    for words, value in ((chain.position, CONTEXT), (chain.ids, 3)):
+        words.fill_(value)
+    replay()
+    found: list[int] = chain.ids.tolist()
+    return found
+
+
 def shape_of(text: str) -> tuple[Matrix, LaunchShape]:
     """8192x1024-4bit=64,1,4,2,16 -> the matrix and its launch shape; ArgumentTypeError for another form."""
     name, _, sizes = text.partition("=")
@@ -196,37 +224,24 @@ def shape_of(text: str) -> tuple[Matrix, LaunchShape]:
 
 
 def main() -> int:
-    """Returns 2 without a GPU, or where the interpreter runs the kernels."""
+    """Returns 2 without a GPU, or where the interpreter runs the kernels; 1 where a form changes a token."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", default=[], choices=MODELS, help="this model's drafter alone")
     parser.add_argument("--shape", action="append", default=[], type=shape_of, metavar="KxN-Bbit=SHAPE")
-    parser.add_argument(
-        "--gated",
-        action="append",
-        default=[],
-        nargs="?",
-        const=ROWS_PER_PROGRAM,
-        type=int,
-        choices=(32, 64, 128, 256),
-        metavar="ROWS",
-        help=f"time down on gate_up's sums too, so many of its rows a program (default {ROWS_PER_PROGRAM})",
-    )
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
-    parser.add_argument("--qsums", action="store_true", help="also with the sliding layers' queries made in attention")
+    parser.add_argument("--forms", action="store_true", help="time every form of a step that is off, too")
+    parser.add_argument("--early", action="append", default=[], nargs="*", choices=ROW_WISE, metavar="OP", help=EARLY)
     parser.add_argument("--launches", action="store_true", help="count launches instead")
     args = parser.parse_args()
     if INTERPRETED.value:
         print("time_draft: TRITON_INTERPRET is set, nothing here would be a GPU's; unset it", file=sys.stderr)
         return 2
     models = {name: MODELS[name] for name in args.model or MODELS}
-    base = HEADS_APART if args.qsums else FUSED
     if args.launches:
         for name, (target, bits) in models.items():
-            for which, ops in ((name, base), *([(f"{name} qsums", QUERIES_FROM_SUMS)] if args.qsums else [])):
-                print(f"{which}: {launches(target, bits, args.steps, ops)} launches in {args.steps} steps")
-            if args.gated:
-                print(f"{name} gated: {launches(target, bits, args.steps, gated_ops())} launches")
+            for which, ops in {"table": FUSED, **(forms(bits) if args.forms else {})}.items():
+                print(f"{name} {which}: {len(launches(target, bits, args.steps, ops))} launches in {args.steps} steps")
         return 0
     if not torch.cuda.is_available():
         print("time_draft: needs a CUDA device, or --launches", file=sys.stderr)
@@ -234,25 +249,25 @@ def main() -> int:
     rate = stream_gb_per_s()
     print(f"read-only stream {rate:.0f} GB/s")
     for name, (target, bits) in models.items():
-        chains = {"table": Chain(target, bits, "cuda", {}, ops=base)}
+        chains = {"table": Chain(target, bits, "cuda", {})}
         tried = {matrix: shape for matrix, shape in args.shape if matrix in chains["table"].used}
-        if others := [f"{k}x{n}-{b}bit" for (k, n, b), _ in args.shape if (k, n, b) not in tried]:
-            print(f"{name}: not in this chain: {', '.join(others)}")
+        if absent := [f"{k}x{n}-{b}bit" for (k, n, b), _ in args.shape if (k, n, b) not in tried]:
+            print(f"{name}: not in this chain: {', '.join(absent)}")
         if tried:
-            chains["tried"] = Chain(target, bits, "cuda", tried, ops=base)
-        if args.gated and bits != 16:
-            print(f"{name}: --gated changes nothing, the drafter's matrices have {bits} bits")
-        for size in dict.fromkeys(args.gated) if bits == 16 else ():
-            chains[f"gated {size}"] = Chain(target, bits, "cuda", tried, ops=gated_ops(size))
-        if args.qsums:
-            chains["qsums"] = Chain(target, bits, "cuda", {}, ops=QUERIES_FROM_SUMS)
-            chains["qsums ahead"] = Chain(target, bits, "cuda", {}, ops=QUERIES_AHEAD)
+            chains["tried"] = Chain(target, bits, "cuda", tried)
+        others: dict[str, FusedOps] = forms(bits) if args.forms else {}
+        others |= {f"early {'+'.join(names)}".rstrip(): releasing_early(names or ROW_WISE) for names in args.early}
+        chains |= {which: chains["table"].with_ops(ops) for which, ops in others.items()}
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):
             for which, chain in chains.items():
                 times[which].append(step_us(chain, replays[which], args.steps, args.repeats))
+        wanted = tokens(chains["table"], replays["table"])
         for which, chain in chains.items():
+            if which in others and (found := tokens(chain, replays[which])) != wanted:
+                print(f"time_draft: {name} {which}: tokens {found}, not {wanted}", file=sys.stderr)
+                return 1
             floor = chain.nbytes / rate / 1e3
             print(
                 f"{name} {which}: {statistics.median(times[which]):.1f} us a step"

@@ -6,8 +6,9 @@ Tensors are uninitialised CPU memory: wrappers check them, Triton specializes on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -94,7 +95,8 @@ def position() -> Tensor:
 
 def gate_entries() -> list[Entry]:
     """All entries; a kernel that only one shape needs appears with that shape."""
-    return [*_products(), *_row_ops(), *_draft_ops(), *_plain_ops(), *_attention(), *qwen35.entries()]
+    own = _products(), _row_ops(), _draft_ops(), _early_ops(), _plain_ops(), _attention()
+    return [*itertools.chain.from_iterable(own), *qwen35.entries()]
 
 
 def _products() -> Iterator[Entry]:
@@ -166,44 +168,82 @@ def _draft_ops() -> Iterator[Entry]:
         expects = {"_sum_norm_rows": Expect(loads_ahead=split)}
         yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits), expects)
     yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4))
-    yield Entry(
-        "write_best", lambda m: argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1)
-    )
+    yield Entry("write_best", _write_best)
+
+
+def _early_ops() -> Iterator[Entry]:
+    """What a draft step launches between its products, in the form that lets the next launch start early."""
+    model, drafter = GEOMETRIES[0], GEOMETRIES[-1]
+    split = launch_shape(2 * model.hidden, drafter.hidden, 4).split
+    calls: list[tuple[str, str, Callable[..., None], Expect]] = [
+        ("join_rows", "_join", partial(_join, model, 4, False), Expect()),
+        ("join_accepted_rows", "_join_accepted", partial(_join_accepted, model, 4), Expect()),
+        (
+            "sum_norm_rows",
+            "_sum_norm_rows",
+            partial(_sum_norm, drafter.hidden, split, 4),
+            Expect(loads_ahead=split),
+        ),
+        ("head_norms_rope", "_head_norms_rope", partial(_head_norms, drafter.layers[0]), Expect()),
+        (
+            "residual_norm_rows",
+            "_residual_norm_rows",
+            partial(_residual, drafter, drafter.bits),
+            Expect(loads_ahead=drafter.split),
+        ),
+        ("geglu_rows", "_geglu_rows", partial(_geglu_rows, drafter), Expect()),
+        ("pack_rows", "_pack", partial(_pack, drafter, 4), Expect()),
+        ("head_best", "_head_keys", _head_best, Expect()),
+        ("write_best", "_largest", _write_best, Expect()),
+    ]
+    for name, kernel, call, expect in calls:
+        yield Entry(f"{name}, early", partial(call, early=True), {kernel: replace(expect, early=True)})
+    attention = partial(_attend, model.layers[0], drafter.bits, early=True)
+    yield Entry("attention, early", attention, {**SLIDING_ATTENTION, "combine": Expect(early=True)})
 
 
 def _ids() -> Tensor:
     return torch.empty(SLOTS, dtype=torch.int32)
 
 
-def _join(model: Geometry, bits: int, first: bool, m: int) -> None:
+def _join(model: Geometry, bits: int, first: bool, m: int, early: bool = False) -> None:
     table, keys, state = _table(model), argmax.head_keys(VOCABULARY, torch.device("cpu")), halves(SLOTS, model.hidden)
     if first:
-        draft_rows.join_rows(table, _ids(), m - 1, None, halves(1), state, bits)
+        draft_rows.join_rows(table, _ids(), m - 1, None, halves(1), state, bits, early)
     else:
         sums = floats(launch_shape(GEOMETRIES[-1].hidden, model.hidden, bits).split, SLOTS, model.hidden)
-        draft_rows.join_rows(table, _ids(), m - 1, keys, halves(1), sums, bits)
+        draft_rows.join_rows(table, _ids(), m - 1, keys, halves(1), sums, bits, early)
 
 
-def _join_accepted(model: Geometry, bits: int, m: int) -> None:
-    states = halves(SLOTS, model.hidden)
-    draft_rows.join_accepted_rows(_table(model), _ids(), _ids(), states, position(), position(), m, halves(1), bits)
+def _join_accepted(model: Geometry, bits: int, m: int, early: bool = False) -> None:
+    operands = _table(model), _ids(), _ids(), halves(SLOTS, model.hidden), position(), position(), m, halves(1), bits
+    draft_rows.join_accepted_rows(*operands, early)
 
 
-def _sum_norm(width: int, split: int, bits: int, m: int) -> None:
-    fused_norms.sum_norm_rows(floats(split, SLOTS, width), floats(width), EPS, m, bits)
+def _write_best(m: int, early: bool = False) -> None:
+    argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1, early)
+
+
+def _head_best(m: int, early: bool = False) -> None:
+    argmax.head_best(floats(1, SLOTS, VOCABULARY), m, None, early=early)
+
+
+def _sum_norm(width: int, split: int, bits: int, m: int, early: bool = False) -> None:
+    fused_norms.sum_norm_rows(floats(split, SLOTS, width), floats(width), EPS, m, bits, early)
 
 
 def _norm(model: Geometry, m: int) -> None:
     fused_norms.norm_rows(halves(SLOTS, model.hidden), floats(model.hidden), EPS, m, model.bits)
 
 
-def _residual(model: Geometry, bits: int | None, m: int) -> None:
+def _residual(model: Geometry, bits: int | None, m: int, early: bool = False) -> None:
     n = model.hidden
     sums, weight = floats(model.split, SLOTS, n), None if bits is None else floats(n)
-    fused_norms.residual_norm_rows(sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4)
+    operands = sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4
+    fused_norms.residual_norm_rows(*operands, early=early)
 
 
-def _head_norms(layer: Attention, m: int) -> None:
+def _head_norms(layer: Attention, m: int, early: bool = False) -> None:
     heads = layer.heads + layer.kv_heads * (1 if layer.k_eq_v else 2)
     ring = MAX_KEYS if layer.window is None else RING
     cache = halves(layer.kv_heads, ring, layer.width) if layer.kv_heads else None
@@ -222,19 +262,20 @@ def _head_norms(layer: Attention, m: int) -> None:
         cache,
         ring,
         settled=True,
+        early=early,
     )
 
 
-def _geglu_rows(model: Geometry, m: int) -> None:
-    geglu.geglu_rows(floats(1, SLOTS, 2 * model.inner), m, model.mlp_bits, fused=True)
+def _geglu_rows(model: Geometry, m: int, early: bool = False) -> None:
+    geglu.geglu_rows(floats(1, SLOTS, 2 * model.inner), m, model.mlp_bits, fused=True, early=early)
 
 
 def _sum_partials(model: Geometry, m: int) -> None:
     rows.sum_partials(floats(SPLIT, SLOTS, model.hidden), m)
 
 
-def _pack(model: Geometry, bits: int, m: int) -> None:
-    rows.pack_rows(halves(SLOTS, model.hidden), bits, m)
+def _pack(model: Geometry, bits: int, m: int, early: bool = False) -> None:
+    rows.pack_rows(halves(SLOTS, model.hidden), bits, m, early=early)
 
 
 def _embed(model: Geometry, bits: int, m: int) -> None:
@@ -293,15 +334,17 @@ def _attention() -> Iterator[Entry]:
     yield Entry("12b full attention, split", partial(_attend, GEOMETRIES[0].layers[1], None, plan=SPLIT_PLAN), expects)
 
 
-def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
+def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None, early: bool = False) -> None:
     q = halves(SLOTS, layer.heads, layer.width)
     for keys in (8, 1040, MAX_KEYS, 32768):
         ring = keys if layer.window is None else RING
         cache = halves(layer.kv_heads, ring, layer.width)
         if bits is None:
-            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan)
+            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan, early=early)
         else:
-            sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True)
+            sdpa_vector.sdpa_vector_rows(
+                q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True, early=early
+            )
 
 
 def _attend_sums(layer: Attention, split: int, bits: int, ahead: bool, m: int) -> None:

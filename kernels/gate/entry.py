@@ -21,12 +21,14 @@ class Expect:
     rows: columns of the product's second operand, the activation rows; None where a kernel has no such limit.
     per_weight: most lane-instructions of the main loop per weight; None where no weights are read.
     loads_ahead: fewest loads that a thread has on their way before it adds the first two; None where it reads little.
+    early: whether the next launch's programs may start before this kernel reads what the last one wrote (decision 8).
     """
 
     mma: str = "none"
     rows: int | None = None
     per_weight: float | None = None
     loads_ahead: int | None = None
+    early: bool = False
 
 
 def product(bits: int) -> Expect:

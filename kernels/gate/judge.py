@@ -163,6 +163,8 @@ def _demands(binary: Binary, code: MachineCode, expect: Expect, arch: int) -> It
     if expect.loads_ahead is not None:
         fits = code.loads_ahead >= expect.loads_ahead
         yield fits, f"at least {expect.loads_ahead} loads before the first addition", code.loads_ahead
+    when = {True: "right after the wait", False: "later or not at all"}
+    yield code.early == expect.early, f"consumers released {when[expect.early]}", when[code.early]
 
 
 def _mma_fits(code: MachineCode, expect: Expect) -> bool:

@@ -52,7 +52,8 @@ class MachineCode:
     loop_*: the main loop, one pass of its body. per_weight: lane-instructions per weight of a product whose rows are
     one n8 operand, so that each m16n8k16 step consumes 256 weights of its warp; None without a loop of such steps.
     dots: (rows of the second operand, operand type) of every product in Triton's own intermediate form. loads_ahead:
-    loads of global memory before the first addition, so those that are on their way at once.
+    loads of global memory before the first addition, so those that are on their way at once. early: whether consumers
+    are released after the wait with no load in between.
     """
 
     mma: tuple[str, ...]
@@ -69,6 +70,7 @@ class MachineCode:
     loop_plain_loads: int
     per_weight: float | None
     loads_ahead: int
+    early: bool
     float_sequence: str
 
 
@@ -104,6 +106,12 @@ def _mma_steps(body: list[Instruction]) -> int:
 def _weights_per_step(instruction: Instruction) -> int:
     """Elements of the m16 operand that one warp-level step consumes: HMMA.16816 takes 16 x 16."""
     return 256 if ".16816" in instruction.opcode else 128 if ".1688" in instruction.opcode else 0
+
+
+def _releases_early(instructions: list[Instruction]) -> bool:
+    """Whether the trigger, PREEXIT, is the next after the wait, ACQBULK, of these and loads."""
+    marks = [x.base for x in instructions if x.base in ("ACQBULK", "PREEXIT", "LDG", "LDGSTS")]
+    return ("ACQBULK", "PREEXIT") in itertools.pairwise(marks)
 
 
 def _is_float_atomic(instruction: Instruction) -> bool:
@@ -142,5 +150,6 @@ def figures(instructions: list[Instruction], usage: re.Match[str], ttgir: str, s
         loop_plain_loads=sum(x.base == "LDG" for x in loop),
         per_weight=round(len(loop) * 32 / weights, 3) if weights else None,
         loads_ahead=sum(x.base == "LDG" for x in itertools.takewhile(lambda x: x.base != "FADD", instructions)),
+        early=_releases_early(instructions),
         float_sequence=hashlib.sha256(floats.encode()).hexdigest()[:16],
     )
