@@ -163,7 +163,7 @@ def test_sm_120(sm_120: dict[str, Any]) -> None:
     families = {family for variant in sm_120["variants"] for family in variant["mma"]}
     assert families == {"HMMA"}
     assert all(": needs " in line or ": spills " in line for line in sm_120["skipped_variants"])
-    assert len(sm_120["skipped_variants"]) < 5
+    assert len(sm_120["skipped_variants"]) <= 5
 
 
 LISTING = """
