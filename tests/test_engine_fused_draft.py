@@ -38,7 +38,7 @@ STEPS = 2
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("bits", "width", "sums"),
-    [(4, 16, False), (None, 16, False), (4, 64, True)],
+    [(4, 16, False), (None, 16, False), pytest.param(4, 64, True, marks=pytest.mark.slow)],
     ids=["4 bits", "bf16", "queries made in attention"],
 )
 def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None, width: int, sums: bool) -> None:

@@ -87,7 +87,11 @@ CALLS = [
 
 
 @nan_arithmetic
-@pytest.mark.parametrize(("case", "position", "rows"), CALLS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "position", "rows"),
+    [*CALLS[:3], *(pytest.param(*call, marks=pytest.mark.slow) for call in CALLS[3:])],
+    ids=str,
+)
 def test_queries_from_sums_have_the_bytes_of_their_own_launch(case: Case, position: int, rows: int) -> None:
     """A bit that differed would make another draft; NaN stands in every row and position that is not of this call."""
     found = case.together(position, rows)
@@ -109,7 +113,9 @@ FAULTS = {
 
 
 @nan_arithmetic
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=pytest.mark.slow if at > 1 else ()) for at, name in enumerate(FAULTS)]
+)
 def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
     """Each in one step of the queries."""
     module = mutant(tmp_path, f"queries{list(FAULTS).index(fault)}", [FAULTS[fault]])
