@@ -62,7 +62,23 @@ def sdpa_vector(
     if out is None:
         out = torch.empty_like(q)
     check_operand("attention: out", out, torch.bfloat16, tuple(q.shape))
-    _launch(q, k, v, position, rows, window, ring, 0, max_keys, scratch, (out, out, out), heads * width, 0, plan, early)
+    _launch(
+        q,
+        k,
+        v,
+        position,
+        rows,
+        window,
+        ring,
+        0,
+        max_keys,
+        scratch,
+        (out, out, out),
+        heads * width,
+        0,
+        plan,
+        early=early,
+    )
     return out
 
 
@@ -201,6 +217,7 @@ def _launch(
     out_features: int,
     bits: int,
     plan: Plan | None = None,
+    *,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
     early: bool = False,
