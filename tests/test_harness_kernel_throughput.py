@@ -24,9 +24,11 @@ from harness.record.report import check
 from harness.run import RunOptions, run_spec
 from harness.spec import Case, load_spec, plan
 from harness.trial import try_prompt
-from harness.worker import kernel_api, kernel_qmv
+from harness.worker import kernel_api, kernel_qmv, kernel_rows, row_identity
+from harness.worker.kernel_attention import AttentionBench
 from harness.worker.kernel_checks import row_checks
 from harness.worker.kernel_clock import KernelArm, time_arms
+from kernels import MAX_ROWS
 
 HEAD = "schema: 1\nname: tiny\ntitle: Kernels in small\nchecks:\n"
 QMV = "  - {kind: kernel_throughput, id: qmv, op: qmv, shapes: [{name: o, k: 128, n: 64, bits: 4}]%s}\n"
@@ -358,6 +360,19 @@ def test_copies_and_sequences() -> None:
         order = kernel_qmv.sequence(copies, nbytes, 512)
         assert len(order) * nbytes > 9e8
         assert all(a != b for a, b in itertools.pairwise(order))
+
+
+@pytest.mark.parametrize("layer", ["full", "sliding"])
+def test_rows_of_attention_lie_on_both_sides_of_an_edge(layer: str) -> None:
+    """Rows inside one block of keys cannot see a tile that reads a block which another tile never stored."""
+    args = {"geometry": "12b", "layer": layer, "context": 2048, "backend": "reference", "seed": 0}
+    bench = AttentionBench({**args, "rotate_mb": 1, "repeat_calls": 1, "rows": [1]}, "cpu")
+    places = bench.positions[:MAX_ROWS].tolist()
+    assert {place // 1024 for place in places} == {1, 2}
+    for context in (kernel_rows.FULL_CONTEXT, row_identity.FULL_CONTEXT):
+        assert {place // 1024 for place in range(context, context + MAX_ROWS)} == {0, 1}
+    for past in (kernel_rows.PAST, row_identity.WRAP):  # behind any window that is whole blocks
+        assert {place // 64 for place in range(past, past + MAX_ROWS)} == {0, 1}
 
 
 def test_arms_are_timed_in_turns() -> None:
