@@ -15,7 +15,6 @@ from kernels.jit import (
     SLOTS,
     check_operand,
     launch_options,
-    release_consumers,
     round_bf16,
     to_bf16,
     wait_for_producers,
@@ -84,11 +83,9 @@ def head_best(
     cap: float | None,
     logits: Tensor | None = None,
     keys: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """`head_argmax` up to the largest key of each block of columns: int64 [8, blocks], for `write_best` or a reader
-    that takes the largest of them itself (`best_of`). `early`: the next launch's programs may start while this one
-    runs (decision 8)."""
+    that takes the largest of them itself (`best_of`)."""
     check_operand("head_argmax: partials", partials, torch.float32, (None, SLOTS, None))
     check_rows("head_argmax", rows)
     split, _, width = partials.shape
@@ -107,25 +104,21 @@ def head_best(
         SPLIT=split,
         CAPPED=cap is not None,
         BLOCK=COLUMNS_PER_PROGRAM,
-        EARLY=early,
         **launch_options(partials.device, 4),
     )
     return keys
 
 
-def write_best(keys: Tensor, ids: Tensor, at: int, early: bool = False) -> None:
-    """Write the token of row 0 of keys int64 [8, blocks] to ids[at]; ids int32 [8]. ValueError for another place.
-
-    `early`: the next launch's programs may start while this one runs (decision 8).
-    """
+def write_best(keys: Tensor, ids: Tensor, at: int) -> None:
+    """Write the token of row 0 of keys int64 [8, blocks] to ids[at]; ids int32 [8]. ValueError for another place."""
     check_operand("write_best: keys", keys, torch.int64, (SLOTS, None))
     check_operand("write_best: ids", ids, torch.int32, (SLOTS,))
     if not 0 <= at < SLOTS:
         raise ValueError(f"write_best: place {at} of {SLOTS} ids")
-    _write_ids(keys, 1, ids, at, early)
+    _write_ids(keys, 1, ids, at)
 
 
-def _write_ids(keys: Tensor, rows: int, ids: Tensor, at: int, early: bool = False) -> None:
+def _write_ids(keys: Tensor, rows: int, ids: Tensor, at: int) -> None:
     blocks = keys.shape[1]
     _largest[(rows,)](
         keys,
@@ -133,7 +126,6 @@ def _write_ids(keys: Tensor, rows: int, ids: Tensor, at: int, early: bool = Fals
         at,
         BLOCKS=blocks,
         BLOCK=triton.next_power_of_2(blocks),
-        EARLY=early,
         **launch_options(keys.device, 4),
     )
 
@@ -207,12 +199,10 @@ def _head_keys(
     SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     m = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_producers()
-    release_consumers(EARLY)
     x = load_partials(partials_ptr, m, column, V, column < V, SPLIT)
     if CAPPED:
         x = _capped(x, cap)
@@ -230,8 +220,7 @@ def best_of(keys_ptr, row, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def _largest(keys_ptr, ids_ptr, first, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _largest(keys_ptr, ids_ptr, first, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     wait_for_producers()
-    release_consumers(EARLY)
     tl.store(ids_ptr + first + row, best_of(keys_ptr, row, BLOCKS, BLOCK))

@@ -111,36 +111,27 @@ def attend(
     rows, window, ring, origin, head_slots, held_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
     CHUNK: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, SETTLED: tl.constexpr,
-    norm_heads_ptr=None, cos_ptr=None, sin_ptr=None, eps=None, SPLIT: tl.constexpr = 0, AHEAD: tl.constexpr = False,
+    norm_heads_ptr=None, cos_ptr=None, sin_ptr=None, eps=None, SPLIT: tl.constexpr = 0,
 ):  # fmt: skip
     """Partial softmax of one chunk of keys for one tile of query slots; grid (tiles, KV heads, chunks).
 
     Tiles come first so that those that read the same keys run side by side. SPLIT: q_ptr holds so many partial sums
-    fp32 [SPLIT, 8, HEADS * D] of the q product, which become queries here; 0: the queries. AHEAD: keys and values of
-    the first INNER keys are asked for while the product ends.
+    fp32 [SPLIT, 8, HEADS * D] of the q product, which become queries here; 0: the queries.
     """
     PER_TILE: tl.constexpr = SLOTS // GROUP
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
     if SPLIT > 0:
         # The position is read before the wait: written before the product that this launch follows, which has waited.
         base = tl.load(position_ptr)
-        weight, partner_weight = query_weights(norm_heads_ptr, tl.program_id(1), GROUP, D)
-        cos, sin = query_angles(cos_ptr, sin_ptr, base + tl.program_id(0) * PER_TILE, True, GROUP, D)
-        if AHEAD:
-            _, newest, oldest = reach(base, tl.program_id(0), rows, window, PER_TILE)
-            begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
-            if (begin <= newest) & (begin + CHUNK > oldest):
-                start = begin + tl.maximum(oldest - begin, 0) // INNER * INNER
-                slots = slot_of(start, tl.minimum(tl.arange(0, INNER), newest - start), ring, origin)
-                lines = (tl.program_id(1).to(tl.int64) * head_slots + slots)[:, None] * D
-                lines += tl.arange(0, (D + 63) // 64)[None, :] * 64
-                request(k_ptr + lines)
-                request(v_ptr + lines)
+        weight, partner_weight = query_weights(norm_heads_ptr, kv_head, GROUP, D)
+        cos, sin = query_angles(cos_ptr, sin_ptr, base + tile * PER_TILE, True, GROUP, D)
     elif SETTLED:
         base = tl.load(position_ptr)
+    k_ptr += kv_head.to(tl.int64) * head_slots * D
+    v_ptr += kv_head.to(tl.int64) * head_slots * D
     wait_for_producers()
     if SPLIT == 0 and not SETTLED:
         base = tl.load(position_ptr)
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
     eldest, newest, oldest = reach(base, tile, rows, window, PER_TILE)
     begin = (first_of(base, window, CHUNK) + tl.program_id(2)) * CHUNK
     if (begin > newest) | (begin + CHUNK <= oldest):
@@ -159,8 +150,6 @@ def attend(
     else:
         q = tl.load(q_ptr + (row * HEADS + head)[:, None] * D + columns[None, :], mask=real[:, None], other=0.0)
     positions = base + row
-    k_ptr += kv_head.to(tl.int64) * head_slots * D
-    v_ptr += kv_head.to(tl.int64) * head_slots * D
     ahead, behind = wild_keys(v_ptr, begin, eldest, newest, oldest, window, ring, origin, D, CHUNK)
 
     m = tl.full([SLOTS], -1e30, tl.float32)
@@ -346,15 +335,14 @@ def combine(
     position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
     window, max_keys, chunks, capacity, out_features,
     HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Partials of one (row, head) summed over its own chunks, in tiles at fixed chunk numbers, and rounded once.
+    """Partials of one (row, head) summed over its own chunks, in tiles from the first of them on, and rounded once.
 
     Grid (rows, heads, parts of a head). BITS 0 stores bf16 [n, H, D], else rows ready for a product.
     """
     base = tl.load(position_ptr)  # before the wait: written before the launch that this one follows, which has waited
     wait_for_producers()
-    release_consumers(EARLY)  # after the wait: what follows may rely on the same of this launch
     row = tl.program_id(0)
     pair = row * HEADS + tl.program_id(1)
     columns = tl.program_id(2) * PART + tl.arange(0, PART)
@@ -365,10 +353,10 @@ def combine(
     m = tl.full([1], -1e30, tl.float32)
     l = tl.full([1], 0.0, tl.float32)  # noqa: E741
     acc = tl.full([PART], 0.0, tl.float32)
-    for start in tl.range(first // TILE * TILE, last + 1, TILE, num_stages=1):
+    for start in tl.range(first, last + 1, TILE, num_stages=1):
         chunk = start + tl.arange(0, TILE)
         index = chunk - stored
-        own = (chunk >= first) & (chunk <= last) & (index < chunks)
+        own = (chunk <= last) & (index < chunks)
         part_m = tl.load(state_ptr + pair * capacity + index, mask=own, other=-1e30)
         part_l = tl.load(state_ptr + (ROWS * HEADS + pair) * capacity + index, mask=own, other=0.0)
         offsets = (index.to(tl.int64) * (ROWS * HEADS) + pair)[:, None] * D + columns[None, :]

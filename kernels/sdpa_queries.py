@@ -27,13 +27,12 @@ REGISTERS = 168
 @dataclass(frozen=True)
 class QueryHeads:
     """What turns a q product's sums into queries: norm_heads fp32 [H, D], cos and sin fp32 [positions, D] with sin's
-    first half negated, eps of the norm. ahead: keys and values are asked for while the q product ends."""
+    first half negated, eps of the norm."""
 
     norm_heads: Tensor
     cos: Tensor
     sin: Tensor
     eps: float
-    ahead: bool = False
 
     def check(self, sums: Tensor) -> tuple[int, int]:
         """Heads and head_dim of sums fp32 [split, 8, H * D]; ValueError where they or the tables do not fit."""
@@ -47,7 +46,7 @@ class QueryHeads:
     def operands(self, sums: Tensor) -> dict[str, Any]:
         """What the kernel takes beside its other operands."""
         tables = {"norm_heads_ptr": self.norm_heads, "cos_ptr": self.cos, "sin_ptr": self.sin}
-        return {**tables, "eps": float(self.eps), "SPLIT": sums.shape[0], "AHEAD": self.ahead, "maxnreg": REGISTERS}
+        return {**tables, "eps": float(self.eps), "SPLIT": sums.shape[0], "maxnreg": REGISTERS}
 
 
 @triton.jit

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 from kernels.jit import INTERPRETED, dot, power_of_two, release_consumers, to_bf16, wait_for_producers
-from kernels.sdpa_kernels import first_of, has_bit, interior, reach, seen_block, wild_keys, wrapped
+from kernels.sdpa_kernels import first_of, has_bit, reach, seen_block, wild_keys, wrapped
+
+EDGE_STAGES = tl.constexpr(2)
+"""Of the loop over the one or two blocks at a row's end."""
 
 
 @triton.jit
@@ -79,18 +82,19 @@ def scaled_values(
             total = tl.load(maxima_at + ROWS * HEADS * held_blocks + block, mask=there, other=0.0)
             l = tl.fma(total, power_of_two(exponent_of(gap)), l)  # noqa: E741
 
+    # Blocks that every row of the tile sees whole need no mask, and none would change a bit; the rest come after them.
     acc = tl.full([SLOTS, PART], 0.0, tl.float32)
-    if interior(begin, CHUNK, eldest, newest, window) & (start + CHUNK <= ring):
-        v_at = v_ptr + (start + index)[:, None] * D + columns[None, :]
-        for first in tl.range(0, CHUNK, INNER, num_stages=STAGES):
-            weights = tl.load(weights_at + first, mask=real[:, None], other=0.0)
-            gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
-            acc = dot(scaled(weights, gap), tl.load(v_at + first * D), acc)
-    else:
-        # Only the blocks that some row of the tile sees and that were launched: others would add exact zeros.
-        from_block = tl.maximum(oldest - begin, 0) // BLOCK * BLOCK
-        stop = tl.minimum(tl.minimum(newest + 1, (stored + blocks) * BLOCK) - begin, CHUNK)
-        for first in tl.range(from_block, stop, INNER, num_stages=STAGES):
+    stop = tl.minimum(tl.minimum(newest + 1, (stored + blocks) * BLOCK) - begin, CHUNK)
+    whole = tl.minimum(tl.minimum(eldest + 1 - begin, ring - start), stop) // BLOCK * BLOCK
+    whole = tl.where(begin > newest - window, tl.maximum(whole, 0), 0)
+    v_at = v_ptr + (start + index)[:, None] * D + columns[None, :]
+    for first in tl.range(0, whole, INNER, num_stages=STAGES):
+        weights = tl.load(weights_at + first, mask=real[:, None], other=0.0)
+        gap = tl.load(maxima_at + first // BLOCK, mask=real, other=-1e30) - m
+        acc = dot(scaled(weights, gap), tl.load(v_at + first * D), acc)
+    if whole < stop:
+        from_block = tl.maximum(whole, tl.maximum(oldest - begin, 0) // BLOCK * BLOCK)
+        for first in tl.range(from_block, stop, INNER, num_stages=EDGE_STAGES):
             keys = begin + first + index
             held = (keys >= oldest) & (keys <= newest)
             broken = has_bit(ahead, keys - eldest - 1) | has_bit(behind, keys - oldest)

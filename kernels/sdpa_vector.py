@@ -30,7 +30,7 @@ UNBOUNDED = 1 << 30
 """Window of a layer without one, and ring of a cache that never wraps: beyond every position."""
 
 COMBINE_CHUNKS = 64
-"""Chunks that the combine sums at once, in tiles at multiples of 64 in absolute chunk number."""
+"""Chunks that the combine sums at once, in tiles from the first chunk on that a row sees."""
 
 COMBINE_WIDTH = 64
 """Elements of a head that one program of the combine writes: a group of the product that follows."""
@@ -48,14 +48,14 @@ def sdpa_vector(
     out: Tensor | None = None,
     scratch: Scratch | None = None,
     plan: Plan | None = None,
-    early: bool = False,
+    settled: bool = False,
 ) -> Tensor:
     """Attend row r at position + r over keys [max(0, position + r - window + 1), position + r] -> [n, H, D].
 
     q [n, H, D] bf16 with n >= rows; k and v [Hkv, S, D] bf16, already holding the rows' own keys, key p in slot
     p mod ring; position int32 [1] on the device. max_keys bounds position + rows: a row beyond it comes out NaN.
     Rows from `rows` on are left as they are. `plan`, and with it the scratch, is for tuning: another plan, other bytes.
-    `early`: the launch after this call may start while the last one here runs (decision 8).
+    `settled`: the position was written before the launch that this call follows, so that it may be read early.
     ValueError on another dtype, shape or layout.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
@@ -77,7 +77,7 @@ def sdpa_vector(
         heads * width,
         0,
         plan,
-        early=early,
+        settled=settled,
     )
     return out
 
@@ -96,13 +96,12 @@ def sdpa_vector_rows(
     scratch: Scratch | None = None,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
-    early: bool = False,
 ) -> Rows:
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
 
-    `settled`: the position was written before the launch that this call follows, so that it may be read early.
-    With `query_heads` q is the partial sums fp32 [split, 8, H * D] of the q product, and head norms and RoPE happen
-    here; position, k and v must then be older than that product's launch. ValueError where the plan has blocks.
+    `settled` as there. With `query_heads` q is the partial sums fp32 [split, 8, H * D] of the q product, and head norms
+    and RoPE happen here; position, k and v must then be older than that product's launch. ValueError where the plan has
+    blocks.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys, query_heads)
     if width % COMBINE_WIDTH:
@@ -115,7 +114,7 @@ def sdpa_vector_rows(
         )
     parts = (out.values, out.sums, out.scales)
     place = (position, rows, window, ring, 0, max_keys)
-    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads, early=early)
+    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads)
     return out
 
 
@@ -220,7 +219,6 @@ def _launch(
     *,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
-    early: bool = False,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     groups, _, width = k.shape
@@ -280,7 +278,6 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
-        EARLY=early,
         **launch_options(q.device, 4),
     )
 

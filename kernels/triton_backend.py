@@ -6,7 +6,7 @@ the op-by-op attention of stage `base`) is plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,12 +31,6 @@ from kernels.rope import head_norms_rope, rope_general, rope_row
 from kernels.rows import Rows, pack_rows, sum_partials
 from kernels.sdpa_queries import QueryHeads
 from kernels.sdpa_vector import plan_for, sdpa_rows, sdpa_vector, sdpa_vector_rows
-
-QUERIES_FROM_SUMS = False
-"""Whether a draft step's sliding layers make their queries in attention, a launch less each; not yet timed."""
-
-GATED_DOWN = False
-"""Whether a draft's `down` makes its rows from gate_up's sums where it can: a launch less a layer. Not timed yet."""
 
 
 def prepare(weight: Weight) -> Linear:
@@ -158,13 +152,13 @@ def _attend(
     window: int | None,
     max_keys: int,
     following: Linear,
-    early: bool = False,
 ) -> Rows:
     bits, ring = following.operand.bits, kv.shape[2]
+    place = position, rows, window, ring, max_keys
     if q.shape[2] % GROUP:
-        out = sdpa_vector(q, kv[0], kv[1], position, rows, window, ring, max_keys, early=early)
-        return pack_rows(out.view(MAX_ROWS, -1), bits, rows, early=early)
-    return sdpa_vector_rows(q, kv[0], kv[1], position, rows, window, ring, max_keys, bits, settled=True, early=early)
+        out = sdpa_vector(q, kv[0], kv[1], *place, settled=True)
+        return pack_rows(out.view(MAX_ROWS, -1), bits, rows)
+    return sdpa_vector_rows(q, kv[0], kv[1], *place, bits, settled=True)
 
 
 def attend_sums(
@@ -180,21 +174,16 @@ def attend_sums(
     window: int | None,
     max_keys: int,
     following: Linear,
-    ahead: bool = False,
-    early: bool = False,
 ) -> Rows:
-    """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials.
-
-    ahead: keys and values are asked for while the q product ends; no byte depends on it.
-    """
+    """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials."""
     width = shape.head_dim
     if width % GROUP or plan_for(width, shape.num_heads, kv.shape[1]).block:
-        q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps, early)
-        return _attend(q, kv, position, rows, window, max_keys, following, early)
-    heads = QueryHeads(norm_heads, cos.view(-1, width), sin.view(-1, width), eps, ahead)
+        q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps)
+        return _attend(q, kv, position, rows, window, max_keys, following)
+    heads = QueryHeads(norm_heads, cos.view(-1, width), sin.view(-1, width), eps)
     bits, ring = following.operand.bits, kv.shape[2]
     place = (position, rows, window, ring, max_keys)
-    return sdpa_vector_rows(partials, kv[0], kv[1], *place, bits, query_heads=heads, early=early)
+    return sdpa_vector_rows(partials, kv[0], kv[1], *place, bits, settled=True, query_heads=heads)
 
 
 def _residual(
@@ -282,11 +271,11 @@ def _reuse(packed: Rows, x: Tensor, following: Linear, early: bool = False) -> R
     return packed if packed.bits == bits else pack_rows(x, bits, 1, early=early)
 
 
-def _pick(partials: Tensor, early: bool = False) -> Tensor:
-    return head_best(partials, 1, None, early=early)
+def _pick(partials: Tensor) -> Tensor:
+    return head_best(partials, 1, None)
 
 
-FUSED = FusedOps(
+LATE = FusedOps(
     _embed,
     _norm,
     _product,
@@ -295,7 +284,7 @@ FUSED = FusedOps(
     _attend,
     _residual,
     _geglu,
-    gated if GATED_DOWN else _geglu_product,
+    _geglu_product,
     _head,
     pack=_pack,
     join=_join,
@@ -304,34 +293,38 @@ FUSED = FusedOps(
     reuse=_reuse,
     pick=_pick,
     settle=write_best,
-    attend_sums=attend_sums if QUERIES_FROM_SUMS else None,
 )
+"""No launch lets the next one start before its own end or its loop's."""
 
 ROW_WISE: dict[str, Callable[..., Any]] = {
     "join_accepted": _join_accepted,
     "join": _join,
     "enter": _enter,
     "heads": _heads,
-    "attend": _attend,
     "residual": _residual,
+    "geglu": _geglu,
     "gated": _geglu_product,
     "reuse": _reuse,
-    "pick": _pick,
-    "settle": write_best,
 }
-"""Ops of a draft step whose last launch is row-wise: every op but the products."""
+"""Ops whose last row-wise launch can let the next one start right after its wait (decision 8)."""
 
-DRAFTS_RELEASE_EARLY = False
-"""Whether row-wise launches of a draft step let the next one start right after their wait (decision 8); not timed."""
-
-
-def releasing_early(names: Iterable[str] = ROW_WISE) -> FusedOps:
-    """`FUSED` with these ops letting the next launch start right after their wait: the same bytes, for a draft step's
-    few programs; a verify step's products would end up unevenly spread."""
-    return replace(FUSED, **{name: partial(ROW_WISE[name], early=True) for name in names})
+EARLY = "heads", "geglu"
+EARLY_IN_DRAFTS = "join_accepted", "join", "enter", "residual", "gated", "reuse"
+"""Those that do: in classic and verify steps, and in a draft step's few programs."""
 
 
-FUSED_DRAFT = releasing_early()
+def releasing_early(names: Iterable[str]) -> FusedOps:
+    """`LATE` with these ops letting the next launch start right after their wait: the same bytes."""
+    return replace(LATE, **{name: partial(ROW_WISE[name], early=True) for name in names})
+
+
+def draft_ops(early: Collection[str] = EARLY_IN_DRAFTS) -> FusedOps:
+    """Those of a draft step: queries are made in attention and GeGLU's rows in `down` where they can be."""
+    return replace(releasing_early(early), attend_sums=attend_sums, gated=partial(gated, early="gated" in early))
+
+
+FUSED = releasing_early(EARLY)
+FUSED_DRAFT = draft_ops()
 
 KERNELS = Kernels(
     backend="triton",
@@ -351,5 +344,5 @@ KERNELS = Kernels(
     table=table,
     embed=embed,
     fused=FUSED,
-    fused_draft=FUSED_DRAFT if DRAFTS_RELEASE_EARLY else None,
+    fused_draft=FUSED_DRAFT,
 )

@@ -44,8 +44,11 @@ SCALED_SMALL_TILES = dataclasses.replace(
     SPLIT, plan=dataclasses.replace(SCALED_PLAN, slots=32, block_slots=16, ahead=2)
 )
 """Weights of five rows a tile, values of ten: a tile of values has rows that see blocks which others do not."""
-FAR = scene(heads=2, groups=1, width=16, window=40, length=112, start=1984, seed=6)
-"""Chunks 62 to 65: the combine's tiles of 64 chunks meet at position 2048."""
+LONG = dataclasses.replace(
+    scene(heads=2, groups=1, width=16, window=None, length=1044, seed=6),
+    plan=sdpa_plan.Plan(16, chunk=16, inner=16, warps=4, stages=1),
+)
+"""More than 64 chunks: the combine takes two tiles of them from position 1024 on."""
 
 FULL_PLANS = [sdpa_plan.PLANS[512, 16, 1], sdpa_plan.PLANS[512, 32, 4]]
 
@@ -80,8 +83,7 @@ OTHERS = {
     "scaled-small-tiles": (SCALED_SMALL_TILES, 58, 8),
     "scaled-small-tiles-window-edge": (SCALED_SMALL_TILES, 38, 8),
     "scaled-small-tiles-wrap": (SCALED_SMALL_TILES, 91, 8),
-    "far": (FAR, 2044, 6),
-    "far-chunk-edge": (FAR, 2078, 3),
+    "long": (LONG, 1023, 2),
 }
 
 
@@ -171,7 +173,7 @@ def test_a_nan_that_left_the_window_stays_out() -> None:
         assert same_bytes(found[row], SLIDING.alone(position + row)), row
 
 
-@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, FAR, SCALED, SCALED_TILES])
+@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, SCALED, SCALED_TILES])
 def test_attention_is_close_to_float64(history: Scene) -> None:
     """Scale 1, query heads grouped in order, keys up to the row's own and within the window."""
     rows = 3
@@ -382,10 +384,16 @@ SCALED_FAULTS = {
     "whole_maxima_chosen_by_rows": [("WHOLE=plan.scaled", "WHOLE=plan.scaled and place[0] <= 4")],
     "nan_for_the_whole_tile": [("(eldest + 1 + eighth <= positions[:, None])", "(eldest + 1 + eighth <= newest)")],
 }
-NAMES = {id(SLIDING): "fused", id(SPLIT): "split", id(SCALED): "scaled"}
+WHOLE_FAULTS = {
+    "whole_blocks_of_the_last_row": [("tl.minimum(eldest + 1 - begin, ring", "tl.minimum(newest + 1 - begin, ring")],
+}
+PLACES = {"whole_blocks_of_the_last_row": 40}
+"""The last row sees its block to the end, the others of its tile do not."""
+NAMES = {id(SLIDING): "fused", id(SPLIT): "split", id(SCALED): "scaled", id(SCALED_TILES): "scaled-tiles"}
 PLANTED = [(SLIDING, name, changes) for name, changes in FAULTS.items()]
 PLANTED += [(SPLIT, name, changes) for name, changes in SPLIT_FAULTS.items()]
 PLANTED += [(SCALED, name, changes) for name, changes in SCALED_FAULTS.items()]
+PLANTED += [(SCALED_TILES, name, changes) for name, changes in WHOLE_FAULTS.items()]
 
 
 @nan_arithmetic
@@ -397,7 +405,7 @@ PLANTED += [(SCALED, name, changes) for name, changes in SCALED_FAULTS.items()]
 def test_planted_faults_are_caught(history: Scene, fault: str, changes: list[tuple[str, str]], tmp_path: Path) -> None:
     """Each of these computes the right attention for one row at a time, and something else in a block."""
     module = mutant(tmp_path, fault, changes)
-    position = 44  # rows 0 to 3 see nothing of the last block, though it lies in their last chunk
+    position = PLACES.get(fault, 44)  # rows 0 to 3 see nothing of the last block, though it lies in their last chunk
     assert relative_error(history.alone(position, module), history.exact(position)) < ATTENTION_ERROR
     k, v = history.k.clone(), history.v.clone()
     k[:, position + 7] = v[:, position + 7] = NAN

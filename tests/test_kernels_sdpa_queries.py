@@ -39,7 +39,6 @@ class Case:
     split: int
     span: int = 120
     bits: int = 4
-    ahead: bool = False
 
     @property
     def ring(self) -> int:
@@ -56,7 +55,7 @@ class Case:
         kv = halves(2, self.groups, self.ring, self.width, seed=5)
         where = torch.tensor([position], dtype=torch.int32, device=DEVICE)
         rest = (kv[0], kv[1], where, rows, self.window, self.ring, self.span, self.bits)
-        return sums, QueryHeads(norms, tables[0], tables[1], EPS, self.ahead), rest
+        return sums, QueryHeads(norms, tables[0], tables[1], EPS), rest
 
     def apart(self, position: int, rows: int) -> Rows:
         """Queries from their own launch."""
@@ -68,7 +67,7 @@ class Case:
     def together(self, position: int, rows: int, module: Any = sdpa_vector) -> Rows:
         """Queries made in attention."""
         sums, heads, rest = self.operands(position, rows)
-        found: Rows = module.sdpa_vector_rows(sums, *rest, query_heads=heads)
+        found: Rows = module.sdpa_vector_rows(sums, *rest, query_heads=heads, settled=True)
         return found
 
 
@@ -81,7 +80,7 @@ CALLS = [
     (PAIRS, 44, 1),
     (PAIRS, 62, 3),
     (SINGLE, 63, 2),
-    (dataclasses.replace(PAIR, split=8, bits=16, ahead=True), 118, 1),
+    (dataclasses.replace(PAIR, split=8, bits=16), 118, 1),
 ]
 """Around the edge of a chunk (64), the ring's wrap (47, 94) and the first key."""
 
@@ -173,17 +172,15 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     [Case(16, 8, 256, 1024, 8, 2100), Case(32, 16, 256, 1024, 2, 2100, 16), Case(32, 16, 256, 1024, 4, 2100)],
     ids=["12b", "31b", "31b in 4 bits"],
 )
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_queries_from_sums_on_the_device(case: Case, ahead: bool) -> None:
+def test_queries_from_sums_on_the_device(case: Case) -> None:
     """Both drafters' sliding layers: every number of rows, before and behind the window's end, and in a graph."""
-    case = dataclasses.replace(case, ahead=ahead)
     for position in (0, 62, 1020, 2045):
         for rows in range(1, 9):
             assert same_rows(case.together(position, rows), case.apart(position, rows), rows), (position, rows)
     sums, heads, rest = case.operands(2045, 1)
 
     def first_row() -> list[Tensor]:
-        found = sdpa_vector.sdpa_vector_rows(sums, *rest, query_heads=heads)
+        found = sdpa_vector.sdpa_vector_rows(sums, *rest, query_heads=heads, settled=True)
         return [part[:1] for part in by_row(found)]
 
     holds_in_a_graph(first_row)

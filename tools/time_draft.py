@@ -2,16 +2,16 @@
 
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
-    python -m tools.time_draft --forms                                      # and every form of a step that is off
-    python -m tools.time_draft --early geglu --early residual attend        # early after GeGLU alone; after two others
+    python -m tools.time_draft --forms                                      # and other forms of a step
+    python -m tools.time_draft --early gated --early residual join          # early after GeGLU alone; after two others
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
 `tools.tune_qmv` times products alone; what reads their partial sums costs time too, so launch shapes (tile, unroll,
 stages, warps, split) are tried here inside the chain, in turns with those of the table. `--forms` times, also in turns,
-what `kernels.triton_backend` can do and does not: row-wise launches that let the next one start right after their wait
-(early), queries made inside attention (queries; ahead: while keys and values are asked for), `down` of a bf16 drafter
-on gate_up's sums (gated, with so many rows of the matrix a program), and all of it. Tokens must not change.
+other forms of a step: with no row-wise launch that lets the next one start right after its wait (late), with all of
+them doing so, with queries or GeGLU in a launch of their own (apart), and with `down` of a bf16 drafter taking another
+number of its matrix's rows a program (gated). Tokens must not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kernels.gate.record import Variant, recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED, ROW_WISE, attend_sums, gated, releasing_early
+from kernels.triton_backend import FUSED_DRAFT, LATE, ROW_WISE, draft_ops, gated, releasing_early
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -46,7 +46,7 @@ MODELS = {"12b": (GEOMETRIES[0], 4), "31b": (GEOMETRIES[1], 16)}
 DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
-PER_PROGRAM = (64, 128, 256)
+PER_PROGRAM = (64, 256)
 EARLY = (
     f"time drafts whose launches of these ops let the next one start early (none named: all of {', '.join(ROW_WISE)})"
 )
@@ -59,7 +59,7 @@ class Chain:
 
     def __init__(self, target: Geometry, bits: int, device: str, shapes: Shapes, filled: bool = True) -> None:
         self.bits, self.device, self.shapes, self.filled = bits, torch.device(device), shapes, filled
-        self.ops: FusedOps = FUSED
+        self.ops: FusedOps = FUSED_DRAFT
         self.nbytes = 0
         self.used: set[tuple[int, int, int]] = set()
         sliding, full = target.layers
@@ -155,22 +155,19 @@ class Chain:
 
 
 def forms(bits: int) -> dict[str, FusedOps]:
-    """Ops of the forms of a step that the backend has and does not use, by name; bits: of the drafter's matrices."""
+    """Ops of other forms of a step, by name; bits: of the drafter's matrices."""
     sizes = PER_PROGRAM if bits == 16 else ()
     return {
-        "early": releasing_early(),
-        "queries": replace(FUSED, attend_sums=attend_sums),
-        "queries, ahead": replace(FUSED, attend_sums=partial(attend_sums, ahead=True)),
-        **{f"gated {size}": replace(FUSED, gated=partial(gated, per_program=size)) for size in sizes},
-        "all": replace(
-            releasing_early(),
-            attend_sums=partial(attend_sums, ahead=True, early=True),
-            gated=partial(gated, early=True),
-        ),
+        "late": draft_ops(()),
+        "all early": draft_ops(tuple(ROW_WISE)),
+        "queries apart": replace(FUSED_DRAFT, attend_sums=None),
+        "GeGLU apart": replace(FUSED_DRAFT, gated=releasing_early(["gated"]).gated),
+        "late, all apart": LATE,
+        **{f"gated {size}": replace(FUSED_DRAFT, gated=partial(gated, per_program=size)) for size in sizes},
     }
 
 
-def launches(target: Geometry, bits: int, steps: int, ops: FusedOps = FUSED) -> list[Variant]:
+def launches(target: Geometry, bits: int, steps: int, ops: FusedOps = FUSED_DRAFT) -> list[Variant]:
     """Launches of a chain of so many steps; they are noted, and nothing runs."""
     chain = Chain(target, bits, "cpu", {}, filled=False).with_ops(ops)
     with recorded_launches(90) as found:
@@ -230,7 +227,7 @@ def main() -> int:
     parser.add_argument("--shape", action="append", default=[], type=shape_of, metavar="KxN-Bbit=SHAPE")
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
-    parser.add_argument("--forms", action="store_true", help="time every form of a step that is off, too")
+    parser.add_argument("--forms", action="store_true", help="time other forms of a step, too")
     parser.add_argument("--early", action="append", default=[], nargs="*", choices=ROW_WISE, metavar="OP", help=EARLY)
     parser.add_argument("--launches", action="store_true", help="count launches instead")
     args = parser.parse_args()
@@ -240,7 +237,7 @@ def main() -> int:
     models = {name: MODELS[name] for name in args.model or MODELS}
     if args.launches:
         for name, (target, bits) in models.items():
-            for which, ops in {"table": FUSED, **(forms(bits) if args.forms else {})}.items():
+            for which, ops in {"table": FUSED_DRAFT, **(forms(bits) if args.forms else {})}.items():
                 print(f"{name} {which}: {len(launches(target, bits, args.steps, ops))} launches in {args.steps} steps")
         return 0
     if not torch.cuda.is_available():
@@ -256,7 +253,7 @@ def main() -> int:
         if tried:
             chains["tried"] = Chain(target, bits, "cuda", tried)
         others: dict[str, FusedOps] = forms(bits) if args.forms else {}
-        others |= {f"early {'+'.join(names)}".rstrip(): releasing_early(names or ROW_WISE) for names in args.early}
+        others |= {f"early {'+'.join(names)}".rstrip(): draft_ops(names or tuple(ROW_WISE)) for names in args.early}
         chains |= {which: chains["table"].with_ops(ops) for which, ops in others.items()}
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}

@@ -114,7 +114,10 @@ def _reference_product(codes: Tensor, scales: Tensor, biases: Tensor, bits: int,
 def attention(
     backend: str, heads: int, groups: int, width: int, window: int | None, ring: int, max_keys: int, device: str
 ) -> OurAttention:
-    """Our attention for `heads` query heads on `groups` KV heads of `width`; key p in slot p mod ring."""
+    """Our attention for `heads` query heads on `groups` KV heads of `width`; key p in slot p mod ring.
+
+    As in a step, the position has to be older than the launch that a call follows.
+    """
     if backend == "reference":
         return _reference_attention(window, ring)
     use_interpreter(device)
@@ -125,7 +128,7 @@ def attention(
     plan = plan_for(width, heads, groups)
 
     def run(q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: int, rows: int) -> Tensor:
-        return sdpa_vector(q, k, v, position, rows, window, ring, max_keys, scratch=scratch)
+        return sdpa_vector(q, k, v, position, rows, window, ring, max_keys, scratch=scratch, settled=True)
 
     words = f"{plan.slots} slots, chunks of {plan.chunk}, {plan.warps} warps" + (
         f", blocks of {plan.block}" if plan.block else ""

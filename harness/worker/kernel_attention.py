@@ -44,7 +44,8 @@ class AttentionBench:
         size = (self.layer.groups, self.ring, self.layer.width)
         first = (self._random(generator, *size), self._random(generator, *size))
         self.caches = [first, *((first[0].clone(), first[1].clone()) for _ in range(self.copies - 1))]
-        self.positions = torch.arange(self.first, self.capacity, dtype=torch.int32, device=device)
+        places = range(self.first, self.first + MAX_ROWS)  # tensors made once: our attention reads them ahead
+        self.positions = [torch.tensor([place], dtype=torch.int32, device=device) for place in places]
         self.ours = kernel_api.attention(
             args["backend"],
             self.layer.heads,
@@ -73,13 +74,10 @@ class AttentionBench:
             config=self.ours.config,
         )
 
-    def _position(self, row: int) -> Tensor:
-        return self.positions[row : row + 1].clone()
-
     def _call(self, q: Tensor, rows: int, row: int = 0, cache: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Attention of `rows` rows, the first at the place of row `row`."""
         k, v = cache or self.caches[0]
-        return self.ours.run(q, k, v, self._position(row), self.first + row, rows)
+        return self.ours.run(q, k, v, self.positions[row], self.first + row, rows)
 
     def checks(self) -> Iterator[Found]:
         """Byte checks, the last of them on many calls."""
@@ -109,7 +107,7 @@ class AttentionBench:
             lonely[row] = self.q[row]
             tally.compare(f"row {row}", self._call(lonely, MAX_ROWS)[row], alone[row])
         yield tally.found()
-        position, (k, v) = self._position(0), self.caches[0]
+        position, (k, v) = self.positions[0], self.caches[0]
 
         def again() -> Tensor:
             return self.ours.run(self.q, k, v, position, self.first, MAX_ROWS)
@@ -129,7 +127,7 @@ class AttentionBench:
         """Ours at each number of rows over rotated caches; the error of a row includes the rounding of its output."""
         error = rel_error(self._call(self.q, MAX_ROWS), self._exact())
         order = sequence(self.copies, self.nbytes, self.args["rotate_mb"])
-        position = self._position(0)
+        position = self.positions[0]
         return [
             KernelArm(OURS, rows, self.nbytes, len(order), self._calls(order, position, rows), rel_error=error)
             for rows in self.args["rows"]

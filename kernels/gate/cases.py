@@ -144,8 +144,11 @@ def _row_ops() -> Iterator[Entry]:
             yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits), expects)
         yield Entry(f"{model.name} last residual", partial(_residual, model, None))
         for layer in model.layers:
-            yield Entry(f"{model.name} {layer.name} head_norms_rope", partial(_head_norms, layer))
-        yield Entry(f"{model.name} geglu_rows", partial(_geglu_rows, model))
+            early = layer.kv_heads > 0  # a drafter's are few, and made in attention where it can
+            call = partial(_head_norms, layer, early=early)
+            yield Entry(f"{model.name} {layer.name} head_norms_rope", call, {"_head_norms_rope": Expect(early=early)})
+        geglu_call = partial(_geglu_rows, model, early=True)
+        yield Entry(f"{model.name} geglu_rows", geglu_call, {"_geglu_rows": Expect(early=True)})
     model = GEOMETRIES[0]
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
@@ -172,7 +175,7 @@ def _draft_ops() -> Iterator[Entry]:
 
 
 def _early_ops() -> Iterator[Entry]:
-    """What a draft step launches between its products, in the form that lets the next launch start early."""
+    """What a draft step launches in the form that lets the next launch start early, and a verify step does not."""
     model, drafter = GEOMETRIES[0], GEOMETRIES[-1]
     split = launch_shape(2 * model.hidden, drafter.hidden, 4).split
     calls: list[tuple[str, str, Callable[..., None], Expect]] = [
@@ -184,22 +187,16 @@ def _early_ops() -> Iterator[Entry]:
             partial(_sum_norm, drafter.hidden, split, 4),
             Expect(loads_ahead=split),
         ),
-        ("head_norms_rope", "_head_norms_rope", partial(_head_norms, drafter.layers[0]), Expect()),
         (
             "residual_norm_rows",
             "_residual_norm_rows",
             partial(_residual, drafter, drafter.bits),
             Expect(loads_ahead=drafter.split),
         ),
-        ("geglu_rows", "_geglu_rows", partial(_geglu_rows, drafter), Expect()),
         ("pack_rows", "_pack", partial(_pack, drafter, 4), Expect()),
-        ("head_best", "_head_keys", _head_best, Expect()),
-        ("write_best", "_largest", _write_best, Expect()),
     ]
     for name, kernel, call, expect in calls:
         yield Entry(f"{name}, early", partial(call, early=True), {kernel: replace(expect, early=True)})
-    attention = partial(_attend, model.layers[0], drafter.bits, early=True)
-    yield Entry("attention, early", attention, {**SLIDING_ATTENTION, "combine": Expect(early=True)})
 
 
 def _ids() -> Tensor:
@@ -220,12 +217,8 @@ def _join_accepted(model: Geometry, bits: int, m: int, early: bool = False) -> N
     draft_rows.join_accepted_rows(*operands, early)
 
 
-def _write_best(m: int, early: bool = False) -> None:
-    argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1, early)
-
-
-def _head_best(m: int, early: bool = False) -> None:
-    argmax.head_best(floats(1, SLOTS, VOCABULARY), m, None, early=early)
+def _write_best(m: int) -> None:
+    argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1)
 
 
 def _sum_norm(width: int, split: int, bits: int, m: int, early: bool = False) -> None:
@@ -327,30 +320,26 @@ def _attention() -> Iterator[Entry]:
         layer, name = model.layers[0], f"{model.name} drafter's sliding attention from sums"
         split = launch_shape(GEOMETRIES[-1].hidden, layer.heads * layer.width, bits).split
         from_sums = {"attend": Expect(mma="HMMA", loads_ahead=5 + split)}  # position, weights, cos and sin; the sums
-        for ahead in (False, True):
-            called = f"{name}, ahead" if ahead else name
-            yield Entry(called, partial(_attend_sums, layer, split, bits, ahead), from_sums)
+        yield Entry(name, partial(_attend_sums, layer, split, bits), from_sums)
     expects = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
     yield Entry("12b full attention, split", partial(_attend, GEOMETRIES[0].layers[1], None, plan=SPLIT_PLAN), expects)
 
 
-def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None, early: bool = False) -> None:
+def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None) -> None:
     q = halves(SLOTS, layer.heads, layer.width)
     for keys in (8, 1040, MAX_KEYS, 32768):
         ring = keys if layer.window is None else RING
         cache = halves(layer.kv_heads, ring, layer.width)
         if bits is None:
-            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan, early=early)
+            sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan, settled=True)
         else:
-            sdpa_vector.sdpa_vector_rows(
-                q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True, early=early
-            )
+            sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True)
 
 
-def _attend_sums(layer: Attention, split: int, bits: int, ahead: bool, m: int) -> None:
+def _attend_sums(layer: Attention, split: int, bits: int, m: int) -> None:
     sums = floats(split, SLOTS, layer.heads * layer.width)
     tables = floats(layer.heads, layer.width), floats(MAX_KEYS, layer.width), floats(MAX_KEYS, layer.width)
     cache = halves(layer.kv_heads, RING, layer.width)
     for keys in (8, MAX_KEYS):
         operands = (sums, cache, cache, position(), m, layer.window, RING, keys, bits)
-        sdpa_vector.sdpa_vector_rows(*operands, query_heads=QueryHeads(*tables, EPS, ahead))
+        sdpa_vector.sdpa_vector_rows(*operands, settled=True, query_heads=QueryHeads(*tables, EPS))
