@@ -53,7 +53,7 @@ FULL = Plan(64, 512, 64, 4, 3, block=64, block_stages=3, block_slots=16, scaled=
 PLANS = {
     (256, 16, 8): Plan(slots=16, chunk=32, inner=32, warps=4, stages=1),
     (256, 32, 16): Plan(slots=16, chunk=32, inner=32, warps=4, stages=1, registers=168),
-    (512, 16, 1): replace(FULL, slots=16, step=64, part=64, registers=128, ahead=4),
+    (512, 16, 1): replace(FULL, slots=16, step=64, part=64, registers=128, ahead=5),
     (512, 32, 4): replace(FULL, step=128, part=128, registers=168),
 }
 """Tuned shapes: (head_dim, query heads, KV heads) of the sliding and full layers of 12B and 31B, and of their drafters,

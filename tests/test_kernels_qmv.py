@@ -28,7 +28,7 @@ from kernels.testing import row_difference, same_bytes
 from tools import tune_qmv
 
 # ||out - exact|| / ||exact|| of the partial sums before the output rounding.
-ERROR = {4: 2e-6, 8: 5e-7, 16: 5e-7}
+ERROR = {4: 2e-6, 8: 5e-7, 16: 2e-6}
 BF16_ONE_ROUNDING = 1.01 * 2**-8
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
