@@ -29,6 +29,7 @@ REASONS = {
 POWER, THERMAL = 0, 1  # nvmlPerfPolicyType_t
 SM, MEMORY = 1, 2  # nvmlClockType_t
 CORE_TEMPERATURE = 0  # nvmlTemperatureSensors_t
+MEMORY_TEMPERATURE = 82  # NVML_FI_DEV_MEMORY_TEMP
 _PROC = Path("/proc")
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -76,6 +77,10 @@ class Meter:
         take("sm_clock_mhz", "nvmlDeviceGetClockInfo", SM)
         take("memory_clock_mhz", "nvmlDeviceGetClockInfo", MEMORY)
         take("temperature_c", "nvmlDeviceGetTemperature", CORE_TEMPERATURE)
+        with contextlib.suppress(Exception):
+            field = nvml.nvmlDeviceGetFieldValues(handle, [MEMORY_TEMPERATURE])[0]
+            if field.nvmlReturn == 0:
+                found["memory_temperature_c"] = int(field.value.uiVal)
         take("power_w", "nvmlDeviceGetPowerUsage", scale=1e-3)
         with contextlib.suppress(Exception):
             found["utilisation"] = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)

@@ -20,6 +20,7 @@ class FakeGpu:
     processes: dict[int, int | None] = field(default_factory=dict)
     reasons: int = 0
     sm_clock: int = 1980
+    memory_temperature: int | None = 74
     power_ns: int = 0
     thermal_ns: int = 0
 
@@ -59,6 +60,13 @@ def fake_nvml(
         ],
         "nvmlDeviceGetClockInfo": lambda card, kind: {1: card.sm_clock, 2: 3201}[kind],
         "nvmlDeviceGetTemperature": lambda card, sensor: 61,
+        "nvmlDeviceGetFieldValues": lambda card, fields: [
+            SimpleNamespace(
+                nvmlReturn=3 * (card.memory_temperature is None),  # NVML_ERROR_NOT_SUPPORTED
+                value=SimpleNamespace(uiVal={82: card.memory_temperature or 0}[field]),
+            )
+            for field in fields
+        ],
         "nvmlDeviceGetPowerUsage": lambda card: 412_345,
         "nvmlDeviceGetEnforcedPowerLimit": lambda card: 700_000,
         "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(gpu=97),

@@ -235,6 +235,7 @@ def test_a_reading_has_the_gpu_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         assert seen.open == 1
     assert seen.open == 0
     assert (now.sm_clock_mhz, now.memory_clock_mhz, now.temperature_c, now.power_w) == (1980, 3201, 61, 412.3)
+    assert now.memory_temperature_c == 74
     assert (now.utilisation, now.throttle) == (97, ("gpu_idle", "sw_power_cap"))
     assert (now.power_held_ms, now.thermal_held_ms) == (0.0, 2.5)
     assert now.own_cpu_s is not None
@@ -248,10 +249,12 @@ def test_a_reading_has_the_gpu_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_reading_that_a_card_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against one unsupported call that empties the rest, and against no NVML at all."""
     missing = ("nvmlDeviceGetTemperature", "nvmlDeviceGetViolationStatus")
-    fake_nvml(monkeypatch, FakeGpu(A.uuid, reasons=0x20), missing=missing, old_names=True)
+    card = FakeGpu(A.uuid, reasons=0x20, memory_temperature=None)
+    fake_nvml(monkeypatch, card, missing=missing, old_names=True)
     with Meter(gpus.installed()[0]) as meter:
         now = meter.read()
-    assert (now.temperature_c, now.power_held_ms, now.sm_clock_mhz) == (None, None, 1980)
+    assert (now.temperature_c, now.memory_temperature_c) == (None, None)
+    assert (now.power_held_ms, now.sm_clock_mhz) == (None, 1980)
     assert now.throttle == ("sw_thermal_slowdown",)
     no_nvml(monkeypatch)
     with Meter(gpus.Gpu(0, A.uuid, A.name)) as meter:

@@ -7,6 +7,7 @@ import support_record as support
 from support_record import change, record_of
 
 from harness.errors import RecordError
+from harness.record.finding import state_finding
 from harness.record.lines import (
     AnyLine,
     ArmLine,
@@ -194,6 +195,30 @@ def test_a_known_failure_is_not_the_headline() -> None:
     assert "1 of 22 cases fails, first rows" in record_of(lines).title
 
 
+@pytest.mark.parametrize(
+    ("reason", "title"),
+    [
+        (
+            "mlx_lm's time is 2.32 times ours, bar at least 3; mlx_lm was not measured, bar at least 3",
+            "faster than classic, byte-identical, 2 bars missed, first mlx_lm's time is 2.32 times ours",
+        ),
+        ("our own block differs from our chain in 2 rows; no speed is stated", "fails, first engines: our own block"),
+    ],
+    ids=["a rival that is too fast", "rows of our own"],
+)
+def test_a_rivals_bar_does_not_hide_the_speed_up(reason: str, title: str) -> None:
+    """How fast others are is no fault of the text; rows of our own that differ are."""
+    record = record_of(support.run_lines())
+    engines = {"name": "engines", "check": "engines", "kind": "peer_decode", "outcome": "fail", "reason": reason}
+    cases = [*record.cases, record.cases[0].model_copy(update=engines)]
+    told = {"subject": "A pair", "device": "GPU", "date": "2026-01-01", "not_run": (), "complete": True}
+    finding = state_finding(cases=cases, tokens_identical=True, **told)
+    assert title in finding.title
+    assert finding.negative
+    slow = state_finding(cases=cases[-1:], tokens_identical=None, **told)
+    assert "1 of 1 case fails, first engines" in slow.title
+
+
 # ---- withheld -------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +262,17 @@ def test_one_wrong_token_anywhere_withholds_every_speed(where: str) -> None:
     assert record.negative
     assert record.verdict == "unresolved"
     assert "differs from classic" in record.title
-    for word in ("faster", "+41", "+45", "+47", "1.45x", "1.75x", "deltas.svg", " tok/s |\n| 1 | code | 1"):
+    for word in (
+        "faster",
+        "+41",
+        "+45",
+        "+47",
+        "1.45x",
+        "1.75x",
+        "runs / alone",
+        "deltas.svg",
+        " tok/s |\n| 1 | code | 1",
+    ):
         assert word not in page.replace("A faster wrong text", ""), word
 
 

@@ -76,6 +76,7 @@ def todays_lines() -> list[AnyLine]:
         clock += 5.0
         counted = {"cpu_busy_s": 3.0 * clock, "own_cpu_s": 2.0 * clock, "cpu_throttles": 0, "cores": 8}
         gpu = {"sm_clock_mhz": 1980, "memory_clock_mhz": 3201, "temperature_c": 40, "power_w": 300.0}
+        gpu["memory_temperature_c"] = 51
         held = {"utilisation": 90, "power_held_ms": clock * 1e-3, "thermal_held_ms": 0.0}
         return Telemetry.model_validate({"at_s": clock, "load1": 1.0, "cpu_mhz": 2000.0, **counted, **gpu, **held})
 

@@ -15,6 +15,8 @@ from harness.record.speed_model import ArmFigures
 from harness.record.table import percent, percent_range, plural, share
 
 LONGEST_REASON = 110
+BAR = ", bar at least"
+"""In what a judge of other engines says of a bar that was missed."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ def state_finding(
     known_failures: Collection[str] = (),
 ) -> Finding:
     """The title of a run."""
-    bad = _bad_news(cases, tokens_identical, known_failures)
     cut = _cut(cases, not_run) if not complete else None
     speed = _speed(cases, tokens_identical)
+    told = {case.name for case in cases if speed and _rivals_bars(case)}
+    bad = _bad_news(cases, tokens_identical, known_failures, told)
     kernels = _kernels(cases)
     mark: str | None
     if bad:
@@ -64,7 +67,7 @@ def short(reason: str) -> str:
 
 
 def _bad_news(
-    cases: Sequence[CaseRecord], tokens_identical: bool | None, known_failures: Collection[str]
+    cases: Sequence[CaseRecord], tokens_identical: bool | None, known_failures: Collection[str], told: Collection[str]
 ) -> str | None:
     if tokens_identical is False:
         return _difference(cases)
@@ -76,6 +79,7 @@ def _bad_news(
     if any(case.inexact for case in cases):
         return "MTP engaged inexact, by override"
     failed = [c for c in cases if c.outcome == "fail" and c.check not in known_failures and not _only_bars(c)]
+    failed = [case for case in failed if case.name not in told]
     if failed:
         first = failed[0]
         what = short(first.first_divergence_text or first.reason)
@@ -87,6 +91,14 @@ def _bad_news(
 def _only_bars(case: CaseRecord) -> bool:
     """Whether a case failed on its bars alone: its text is right and its speed-up was judged."""
     return case.outcome == "fail" and case.verdict is not None and any(bar.met is False for bar in case.bars)
+
+
+def _rivals_bars(case: CaseRecord) -> tuple[str, ...]:
+    """Of a case of other engines that failed on its bars alone, each bar that was missed; else nothing."""
+    if case.kind != "peer_decode" or case.outcome != "fail":
+        return ()
+    parts = tuple(case.reason.split("; "))
+    return parts if all(BAR in part for part in parts) else ()
 
 
 def _difference(cases: Sequence[CaseRecord]) -> str:
@@ -116,9 +128,10 @@ def _speed(cases: Sequence[CaseRecord], tokens_identical: bool | None) -> tuple[
     words = [arm_words(arm, named=len(arms) > 1) for arm in arms]
     found: set[Verdict] = {arm.verdict for arm in arms}
     mark = "negative" if "slower" in found else "unresolved" if "unresolved" in found else None
-    missed = [bar for case in cases for bar in case.bars if bar.met is False]
+    missed = [f"{bar.what} {bar.value:.3g}" for case in cases for bar in case.bars if bar.met is False]
+    missed += [part.partition(BAR)[0] for case in cases for part in _rivals_bars(case)]
     if missed:
-        bars = f"{plural(len(missed), 'bar')} missed, first {missed[0].what} {missed[0].value:.3g}"
+        bars = f"{plural(len(missed), 'bar')} missed, first {missed[0]}"
         return f"{'; '.join(words)}, byte-identical, {bars}", "negative"
     return f"{'; '.join(words)}, byte-identical", mark
 

@@ -32,6 +32,7 @@ def _while_timing(readings: Sequence[Telemetry], arms: Sequence[ArmLine], gates:
         ("sm_clock_mhz", "MHz SM clock"),
         ("memory_clock_mhz", "MHz memory clock"),
         ("temperature_c", "°C"),
+        ("memory_temperature_c", "°C memory"),
         ("power_w", "W"),
         ("cpu_mhz", "MHz CPU"),
         ("load1", "load average"),

@@ -29,6 +29,7 @@ class Telemetry(BaseModel):
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
     temperature_c: int | None = None
+    memory_temperature_c: int | None = None
     power_w: float | None = None
     utilisation: int | None = None  # percent of the last second in which a kernel ran
     throttle: tuple[str, ...] | None = None  # NVML's reasons for the clock, in its words

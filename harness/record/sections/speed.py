@@ -255,11 +255,23 @@ def _model_table(case: CaseRecord, figures: StepFigures) -> str:
     rows = [
         ["Acceptance rate at break-even", _break_even(figures.break_even_acceptance)],
         ["Acceptance rate measured", share(measured_rate)],
+        *_alone_and_in_runs(arm if not withheld else None, figures),
         ["Speed-up predicted from steps and acceptance", factor(figures.predicted_speedup, absent)],
         ["The same against the unpadded classic step", factor(figures.predicted_speedup_unpadded, absent)],
         ["Speed-up measured", factor(figures.measured_speedup, absent)],
     ]
     return table([f"Cost model at block size {figures.block_size}", ">Value"], rows)
+
+
+def _alone_and_in_runs(arm: ArmFigures | None, figures: StepFigures) -> list[list[str]]:
+    """What a step costs in the timed runs over what it costs alone: above 1 the runs had something that it had not."""
+    if arm is None:
+        return []
+    pairs = (
+        ("Classic", arm.classic_step_ms, figures.classic_step_ms),
+        ("Verify", arm.verify_ms, figures.verify_ms),
+    )
+    return [[f"{name} in the timed runs / alone", share(runs / step)] for name, runs, step in pairs if runs and step]
 
 
 def _break_even(value: float) -> str:
