@@ -52,6 +52,7 @@ class Drafter:
         self._head = self.kernels.prepare(checkpoint.weight("embed_tokens", dtype, device))
         self._pre = self.kernels.prepare(checkpoint.weight("pre_projection", dtype, device))
         self._post = self.kernels.prepare(checkpoint.weight("post_projection", dtype, device))
+        self._screen = self.kernels.screen(self._head) if self.kernels.screen is not None else None
         self._norm = checkpoint.tensor("norm.weight").float().to(device)
         self._tables = rope_tables(config, device)
         self._target: Target | None = None
@@ -199,6 +200,7 @@ class Drafter:
             window=target.config.sliding_window,
             eps=self.config.rms_norm_eps,
             fused_geglu={width: self.policy.geglu(1, width, True) == "fused" for width in bits},
+            screen=self._screen,
         )
 
     def _forward(self, token: int, vector: Tensor, pairs: SharedPairs, position: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.config import Kind, LayerShape
 from engine.fused import Tables
 from engine.layers import LayerWeights
-from kernels import FusedOps, Linear
+from kernels import FusedOps, Linear, Screen
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class DraftWeights:
     window: int
     eps: float
     fused_geglu: dict[int, bool]
+    screen: Screen | None = None
 
 
 def fused_draft(
@@ -49,12 +50,26 @@ def fused_draft(
     """
     for step in range(1, count + 1):
         y, packed = _forward(ops, weights, joined, position, kv, tables, max_keys)
-        pick = ops.pick(ops.product(packed, weights.head, 1))
+        pick = _pick(ops, weights, y, packed)
         if step == count:
             ops.settle(pick, ids, step)
         else:
             state = ops.product(ops.reuse(packed, y, weights.post), weights.post, 1)
             joined = ops.join(weights.embedding, ids, step, pick, weights.embed_scale, state, weights.pre)
+
+
+def _read(weights: DraftWeights) -> Linear:
+    """The matrix that the final state is multiplied with: the head, or its screen."""
+    return weights.head if weights.screen is None else weights.screen.weight
+
+
+def _pick(ops: FusedOps, weights: DraftWeights, y: Tensor, packed: object) -> object:
+    """A step's token, from the state [8, h] and the same made ready for what is read."""
+    partials = ops.product(packed, _read(weights), 1)
+    if weights.screen is None:
+        return ops.pick(partials)
+    assert ops.pick_screened is not None
+    return ops.pick_screened(partials, y, weights.head, weights.screen)
 
 
 def _forward(
@@ -102,7 +117,7 @@ def _forward(
             following,
             weights.eps,
             1,
-            weights.head if last else weights.layers[index + 1].qkv,
+            _read(weights) if last else weights.layers[index + 1].qkv,
             y if last else None,
         )
     return y, packed

@@ -102,6 +102,7 @@ class FusedOps:
     enter(partials, weight, eps, for) -> (h, packed)         rows as they are, and their norm
     reuse(packed, x [8, K], for) -> packed                   x as it is: `packed`, which holds it, where its form fits
     pick(partials) -> pick                                   of the head's partials
+    pick_screened(partials, x [8, K], head, screen) -> pick  the same of a screen's: x is what both multiply
     settle(pick, ids, at)                                    the pick goes to ids[at]
     attend_sums(partials, norm_heads, cos, sin, shape, eps, kv, position, rows, window | None, max_keys, for) -> packed
                                                              `heads` of a drafter and `attend`, or None: those two
@@ -125,6 +126,15 @@ class FusedOps:
     pick: Callable[[Tensor], Any]
     settle: Callable[[Any, Tensor, int], None]
     attend_sums: Callable[..., Any] | None = None
+    pick_screened: Callable[[Tensor, Tensor, Linear, Screen], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Screen:
+    """A copy of a head in fewer bits, and how far its sums may be from the head's own: reach * ||x||, fp32 [1]."""
+
+    weight: Linear
+    reach: Tensor
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,8 @@ class Kernels:
     embed(table, ids, scale) -> [n, H]               rows times the rounded scale, rounded
 
     `fused_draft`: the ops of a draft step where they are launched otherwise than a verify step's, same bytes.
+    `screen`(head) -> Screen | None: what a draft's head is read through, made at load; None for a head that is read
+    whole.
     """
 
     backend: str
@@ -169,6 +181,7 @@ class Kernels:
     embed: Callable[[Any, Tensor, Tensor], Tensor]
     fused: FusedOps | None = None
     fused_draft: FusedOps | None = None
+    screen: Callable[[Linear], Screen | None] | None = None
 
 
 def kernels_for(backend: str) -> Kernels:

@@ -157,7 +157,7 @@ def _capped(x, cap):
 
 
 @triton.jit
-def _key(x, index):
+def key_of(x, index):
     """One integer per value whose order is: larger x, then lower index; x fp32, index int32 -> int64."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -168,7 +168,7 @@ def _key(x, index):
 @triton.jit
 def _store_key(keys_ptr, x, column, V: tl.constexpr):
     """Store the largest key of a block of columns; columns past V never win."""
-    key = tl.where(column < V, _key(x, column), -0x7FFFFFFFFFFFFFFF)
+    key = tl.where(column < V, key_of(x, column), -0x7FFFFFFFFFFFFFFF)
     tl.store(keys_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(key, 0))
 
 

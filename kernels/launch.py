@@ -56,6 +56,7 @@ TABLE: dict[tuple[int, int, int], LaunchShape] = {
     (16384, 1024, 4): LaunchShape(64, 1, 4, 2, 32),
     (16384, 5376, 4): LaunchShape(256, 2, 3, 4, 12),
     (21504, 5376, 4): LaunchShape(128, 1, 5, 2, 12),
+    (1024, 262144, 8): LaunchShape(128, 1, 4, 4, 1),
     (3840, 8192, 8): LaunchShape(64, 1, 4, 2, 4),
     (3840, 15360, 8): LaunchShape(128, 1, 4, 4, 3),
     (3840, 30720, 8): LaunchShape(256, 1, 3, 4, 2),

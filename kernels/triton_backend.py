@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Weight, reference
+from kernels import MAX_ROWS, FusedOps, Kernels, Linear, Screen, Weight, reference
 from kernels.argmax import argmax as argmax_ids
 from kernels.argmax import head_argmax, head_best, softcap, write_best
 from kernels.draft_rows import join_accepted_rows, join_rows
@@ -29,6 +29,7 @@ from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_wei
 from kernels.rmsnorm import rmsnorm
 from kernels.rope import head_norms_rope, rope_general, rope_row
 from kernels.rows import Rows, pack_rows, sum_partials
+from kernels.screened_head import can_screen, quantized, screened_best
 from kernels.sdpa_queries import QueryHeads
 from kernels.sdpa_vector import plan_for, sdpa_rows, sdpa_vector, sdpa_vector_rows
 
@@ -268,11 +269,27 @@ def _enter(partials: Tensor, weight: Tensor, eps: float, following: Linear, earl
 
 def _reuse(packed: Rows, x: Tensor, following: Linear, early: bool = False) -> Rows:
     bits = following.operand.bits
-    return packed if packed.bits == bits else pack_rows(x, bits, 1, early=early)
+    if packed.bits == bits:
+        return packed
+    if bits == 16:  # a bf16 product takes the values as they are, and nothing else
+        return Rows(x, packed.sums, packed.scales, bits)
+    return pack_rows(x, bits, 1, early=early)
 
 
 def _pick(partials: Tensor) -> Tensor:
     return head_best(partials, 1, None)
+
+
+def _pick_screened(partials: Tensor, x: Tensor, head: Linear, screen: Screen) -> Tensor:
+    return screened_best(partials, x, head.operand, screen.weight.operand, screen.reach)
+
+
+def screen_of(head: Linear) -> Screen | None:
+    """A screen of a bf16 head; None for another, which is small already."""
+    if not can_screen(head.operand):
+        return None
+    copy, reach = quantized(head.operand)
+    return Screen(Linear(head.out_features, head.in_features, copy.bits, torch.bfloat16, "qmv", copy), reach)
 
 
 LATE = FusedOps(
@@ -293,6 +310,7 @@ LATE = FusedOps(
     reuse=_reuse,
     pick=_pick,
     settle=write_best,
+    pick_screened=_pick_screened,
 )
 """No launch lets the next one start before its own end or its loop's."""
 
@@ -326,6 +344,9 @@ def draft_ops(early: Collection[str] = EARLY_IN_DRAFTS) -> FusedOps:
 FUSED = releasing_early(EARLY)
 FUSED_DRAFT = draft_ops()
 
+SCREENED_HEAD = False
+"""Whether a bf16 drafter's head is read through a screen: the same tokens, half the bytes; not timed yet."""
+
 KERNELS = Kernels(
     backend="triton",
     prepare=prepare,
@@ -345,4 +366,5 @@ KERNELS = Kernels(
     embed=embed,
     fused=FUSED,
     fused_draft=FUSED_DRAFT,
+    screen=screen_of if SCREENED_HEAD else None,
 )

@@ -27,8 +27,9 @@ from engine.fused_draft import fused_draft
 from engine.pair import load_pair
 from kernels import FusedOps
 from kernels.launch import LaunchShape
+from kernels.repack import pack_dense, unpack_dense
 from kernels.rows import Rows, pack_rows
-from kernels.triton_backend import attend_sums
+from kernels.triton_backend import attend_sums, screen_of
 from tools import time_draft
 
 ROOT = Path(__file__).parent.parent
@@ -37,11 +38,16 @@ STEPS = 2
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("bits", "width", "sums"),
-    [(4, 16, False), (None, 16, False), pytest.param(4, 64, True, marks=pytest.mark.slow)],
-    ids=["4 bits", "bf16", "queries made in attention"],
+    ("bits", "width", "form"),
+    [
+        (4, 64, "sums"),
+        (None, 16, "screened"),
+        pytest.param(4, 16, "", marks=pytest.mark.slow),
+        pytest.param(None, 16, "", marks=pytest.mark.slow),
+    ],
+    ids=["4 bits, queries made in attention", "bf16, head screened", "4 bits", "bf16"],
 )
-def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None, width: int, sums: bool) -> None:
+def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None, width: int, form: str) -> None:
     """What every later step reads, and the tokens: another byte would be another drafter than the one that is measured.
 
     One layer, so that a step takes a second; other rows of the state and of the ids hold what must not count.
@@ -65,12 +71,16 @@ def test_a_chain_has_the_bytes_of_plain_steps(bits: int | None, width: int, sums
         vectors.append(vector)
 
     weights = drafter._fused(target)
+    if form == "screened":
+        dense = unpack_dense(weights.head.operand)
+        head = replace(weights.head, operand=pack_dense(dense, LaunchShape(64, 1, 2, 2, 1)))
+        weights = replace(weights, head=head, screen=screen_of(head))
     ids = torch.tensor([7, *range(300, 307)], dtype=torch.int32, device=DEVICE)
     position = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     state = torch.full((8, TINIER.hidden_size), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     state[0] = hidden
     ops, read = watched(target.kernels.fused)
-    if sums:
+    if form == "sums":
         ops = replace(ops, attend_sums=attend_sums, heads=refuse, attend=refuse)
     kv = {"sliding": caches[0].kv}
     joined = ops.join(weights.embedding, ids, 0, None, weights.embed_scale, state, weights.pre)

@@ -14,7 +14,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import argmax, draft_rows, embed, fused_norms, gated_qmv, geglu, qmv, rmsnorm, rope, rows, sdpa_vector
+from kernels import (
+    argmax,
+    draft_rows,
+    embed,
+    fused_norms,
+    gated_qmv,
+    geglu,
+    qmv,
+    rmsnorm,
+    rope,
+    rows,
+    screened_head,
+    sdpa_vector,
+)
 from kernels.gate import qwen35
 from kernels.gate.entry import Entry, Expect, product
 from kernels.jit import GROUP, SLOTS
@@ -172,6 +185,8 @@ def _draft_ops() -> Iterator[Entry]:
         yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits), expects)
     yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4))
     yield Entry("write_best", _write_best)
+    screened = partial(_screened, drafter.hidden, VOCABULARY)
+    yield Entry("31b drafter's head, screened", screened, {"_recheck": Expect(mma="HMMA", rows=8)})
 
 
 def _early_ops() -> Iterator[Entry]:
@@ -219,6 +234,12 @@ def _join_accepted(model: Geometry, bits: int, m: int, early: bool = False) -> N
 
 def _write_best(m: int) -> None:
     argmax.write_best(argmax.head_keys(VOCABULARY, torch.device("cpu")), _ids(), m - 1)
+
+
+def _screened(width: int, features: int, m: int) -> None:
+    head, copy = (_matrix(width, features, bits, launch_shape(width, features, bits)) for bits in (16, 8))
+    sums = floats(copy.shape.split, SLOTS, features)
+    screened_head.screened_best(sums, halves(SLOTS, width), head, copy, floats(1))
 
 
 def _sum_norm(width: int, split: int, bits: int, m: int, early: bool = False) -> None:
