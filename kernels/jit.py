@@ -62,7 +62,8 @@ def check_operand(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int | N
 @triton.jit
 def wait_for_producers():
     """Wait until every earlier launch has finished and its writes are visible. Every program calls it once, before
-    its first read of an earlier launch's results and before its first write."""
+    its first read of what the launch before wrote and before its first write; what was written before that launch was
+    placed is there already."""
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
 

@@ -21,7 +21,7 @@ from kernels.rows import load_partials
 from kernels.tree import tree_sums
 
 REGISTERS = 168
-"""Most of a thread: with 8 warps ptxas stops at 128, where the queries' sums do not fit."""
+"""Most of a thread: three programs of 4 warps to a multiprocessor."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kernels.jit import INTERPRETED, dot, power_of_two, release_consumers, to_bf
 from kernels.sdpa_kernels import first_of, has_bit, reach, seen_block, wild_keys, wrapped
 
 EDGE_STAGES = tl.constexpr(2)
-"""Of the loop over the one or two blocks at a row's end."""
+"""Of the loop with a mask: mostly one or two blocks at a row's end, more at a window's edge or a ring's wrap."""
 
 
 @triton.jit

@@ -100,8 +100,8 @@ def sdpa_vector_rows(
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
 
     `settled` as there. With `query_heads` q is the partial sums fp32 [split, 8, H * D] of the q product, and head norms
-    and RoPE happen here; position, k and v must then be older than that product's launch. ValueError where the plan has
-    blocks.
+    and RoPE happen here; the position must then be older than that product's launch, whatever `settled` says.
+    ValueError where the plan has blocks.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys, query_heads)
     if width % COMBINE_WIDTH:

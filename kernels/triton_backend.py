@@ -176,7 +176,7 @@ def attend_sums(
     max_keys: int,
     following: Linear,
 ) -> Rows:
-    """Queries and attention in one launch where the layer's plan has one; position and kv older than the partials."""
+    """Queries and attention in one launch where the layer's plan has one; the position is older than the partials."""
     width = shape.head_dim
     if width % GROUP or plan_for(width, shape.num_heads, kv.shape[1]).block:
         q = _heads(partials, norm_heads, cos, sin, position, rows, shape, None, eps)

@@ -21,7 +21,16 @@ from kernels.launch import LaunchShape
 from kernels.repack import pack_dense
 from kernels.rows import Rows, pack_rows
 from kernels.testing import same_bytes
-from kernels.triton_backend import EARLY, EARLY_IN_DRAFTS, FUSED_DRAFT, KERNELS, LATE, ROW_WISE, releasing_early
+from kernels.triton_backend import (
+    EARLY,
+    EARLY_IN_DRAFTS,
+    FUSED_DRAFT,
+    KERNELS,
+    LATE,
+    ROW_WISE,
+    draft_ops,
+    releasing_early,
+)
 from tools import time_draft
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -126,7 +135,7 @@ def test_an_early_chain_has_the_bytes_of_the_other(model: str) -> None:
     """A launch that read before its producer had written, or whose programs got no room, shows here if anywhere: all
     products of a recorded chain at Gemma's shapes, again and again."""
     table = time_draft.Chain(*time_draft.MODELS[model], "cuda", {})
-    late = replace(FUSED_DRAFT, **{name: getattr(LATE, name) for name in EARLY_IN_DRAFTS if name != "gated"})
+    late = draft_ops(())
     found: list[list[Tensor]] = []
     for chain in (table.with_ops(late), table.with_ops(FUSED_DRAFT)):
         kept: list[Tensor] = []

@@ -173,7 +173,7 @@ def test_a_nan_that_left_the_window_stays_out() -> None:
         assert same_bytes(found[row], SLIDING.alone(position + row)), row
 
 
-@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, SCALED, SCALED_TILES])
+@pytest.mark.parametrize("history", [SLIDING, GROUPS, TWO_TILES, ODD_GROUP, WIDE, LONG, SCALED, SCALED_TILES])
 def test_attention_is_close_to_float64(history: Scene) -> None:
     """Scale 1, query heads grouped in order, keys up to the row's own and within the window."""
     rows = 3
@@ -183,6 +183,17 @@ def test_attention_is_close_to_float64(history: Scene) -> None:
     assert relative_error(found, exact) < ATTENTION_ERROR
     for row in range(rows):
         assert relative_error(found[row], exact[row]) < 2 * ATTENTION_ERROR, row
+
+
+def test_the_combines_tiles_are_a_rows_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that began at the call's first chunk would add a row's chunks in another order than its one-row call: two
+    chunks of values that cancel show it, where bf16 would hide it."""
+    monkeypatch.setattr(sdpa_vector, "COMBINE_CHUNKS", 2)
+    history = scene(heads=2, groups=1, width=16, window=70, length=96, seed=8)
+    v = history.v.clone()
+    v[:, 32:48], v[:, 48:64] = 2.0**16, -(2.0**16)
+    plan = sdpa_plan.Plan(16, chunk=16, inner=16, warps=4, stages=1)
+    assert row_difference(dataclasses.replace(history, q=torch.zeros_like(history.q), v=v, plan=plan), 80, 8) is None
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -3,15 +3,15 @@
     python -m tools.time_draft                                              # both models
     python -m tools.time_draft --model 12b --shape 8192x1024-4bit=64,1,4,2,16 --shape 4096x1024-4bit=64,1,4,2,16
     python -m tools.time_draft --forms                                      # and other forms of a step
-    python -m tools.time_draft --early gated --early residual join          # early after GeGLU alone; after two others
+    python -m tools.time_draft --early enter --early residual join          # early after one op; after two others
     python -m tools.time_draft --launches                                   # counts launches; needs no GPU
 
 A chain is what a round replays: what the last verify step accepted, then so many steps, recorded as one graph.
 `tools.tune_qmv` times products alone; what reads their partial sums costs time too, so launch shapes (tile, unroll,
 stages, warps, split) are tried here inside the chain, in turns with those of the table. `--forms` times, also in turns,
-other forms of a step: with no row-wise launch that lets the next one start right after its wait (late), with all of
-them doing so, with queries or GeGLU in a launch of their own (apart), and with `down` of a bf16 drafter taking another
-number of its matrix's rows a program (gated), a bf16 head read through a screen. Tokens must not change.
+other forms of a step: with no row-wise launch that lets the next one start right after its wait (late), with queries
+or GeGLU in a launch of their own (apart), with `down` of a bf16 drafter taking another number of its matrix's rows a
+program (gated), with a bf16 head read through a screen. Tokens must not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kernels.gate.record import Variant, recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import FUSED_DRAFT, LATE, ROW_WISE, draft_ops, gated, releasing_early, screen_of
+from kernels.triton_backend import EARLY_IN_DRAFTS, FUSED_DRAFT, LATE, draft_ops, gated, releasing_early, screen_of
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -47,9 +47,7 @@ DRAFTER = GEOMETRIES[2]
 KINDS = ("sliding", "sliding", "sliding", "full")
 CONTEXT = 512
 PER_PROGRAM = (64, 256)
-EARLY = (
-    f"time drafts whose launches of these ops let the next one start early (none named: all of {', '.join(ROW_WISE)})"
-)
+EARLY = f"time drafts that let the next launch start early behind these alone, of {', '.join(EARLY_IN_DRAFTS)}"
 SCALE_AND_BIAS = (0xBCF0 << 16 | 0x3B80) - (1 << 32)
 """2^-8 and -7.5 times that, in bf16: 4-bit codes lie on either side of zero."""
 
@@ -168,11 +166,10 @@ def forms(bits: int) -> dict[str, FusedOps]:
     sizes = PER_PROGRAM if bits == 16 else ()
     return {
         "late": draft_ops(()),
-        "all early": draft_ops(tuple(ROW_WISE)),
         "queries apart": replace(FUSED_DRAFT, attend_sums=None),
         "GeGLU apart": replace(FUSED_DRAFT, gated=releasing_early(["gated"]).gated),
         "late, all apart": LATE,
-        **{f"gated {size}": replace(FUSED_DRAFT, gated=partial(gated, per_program=size)) for size in sizes},
+        **{f"gated {size}": replace(FUSED_DRAFT, gated=partial(gated, per_program=size, early=True)) for size in sizes},
     }
 
 
@@ -237,7 +234,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, choices=range(1, 8), help="steps of a chain (default 3)")
     parser.add_argument("--repeats", type=int, default=200, help="replays of each of five turns (default 200)")
     parser.add_argument("--forms", action="store_true", help="time other forms of a step, too")
-    parser.add_argument("--early", action="append", default=[], nargs="*", choices=ROW_WISE, metavar="OP", help=EARLY)
+    parser.add_argument(
+        "--early", action="append", default=[], nargs="*", choices=EARLY_IN_DRAFTS, metavar="OP", help=EARLY
+    )
     parser.add_argument("--launches", action="store_true", help="count launches instead")
     args = parser.parse_args()
     if INTERPRETED.value:
@@ -262,7 +261,7 @@ def main() -> int:
         if tried:
             chains["tried"] = Chain(target, bits, "cuda", tried)
         others: dict[str, FusedOps] = forms(bits) if args.forms else {}
-        others |= {f"early {'+'.join(names)}".rstrip(): draft_ops(names or tuple(ROW_WISE)) for names in args.early}
+        others |= {f"early {'+'.join(names)}".rstrip(): draft_ops(names) for names in args.early}
         chains |= {which: chains["table"].with_ops(ops) for which, ops in others.items()}
         if args.forms and bits == 16:
             chains["head screened"] = chains["table"].screened()

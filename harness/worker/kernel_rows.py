@@ -237,9 +237,11 @@ def _attention(s: Setting, layer: KernelLayer) -> Subject:
         s.backend, layer.heads, layer.groups, layer.width, layer.window, ring, capacity, s.device
     )
 
+    # Once: our attention reads a position ahead, when the launch before the call may still be running.
+    places = [torch.tensor([place], dtype=torch.int32, device=s.device) for place in range(context, capacity)]
+
     def call(q: Tensor, first: int, rows: int) -> Tensor:
-        position = torch.full((1,), context + first, dtype=torch.int32, device=s.device)
-        return ours.run((q * layer.width**-0.5).contiguous(), k, v, position, context + first, rows)
+        return ours.run((q * layer.width**-0.5).contiguous(), k, v, places[first], context + first, rows)
 
     return _placed(
         f"{layer.kind} {layer.heads} heads x {layer.width} over {context} keys", (layer.heads, layer.width), call
