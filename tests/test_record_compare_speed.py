@@ -27,9 +27,9 @@ from support_compare import (
 
 from harness import stats
 from harness.record.compare import Comparison, compare
-from harness.record.compare_speed import judge_arms, judge_verdicts, moved
+from harness.record.compare_speed import arm_rows, judge_arms, judge_verdicts, moved
 from harness.record.lines import ArmLine, ComparisonLine, KernelLine, KernelShapeLine, PeerLine
-from harness.record.speed_model import ArmFigures
+from harness.record.speed_model import ArmFigures, BarFigures
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
@@ -110,6 +110,28 @@ def test_a_failed_throughput_case_has_deltas_that_decide_nothing() -> None:
     """Its raw deltas are in the record; its outcome says that they are no result."""
     row = rows_of(pair(NANO, timed(3.0), ended("decode", "fail", "acceptance below the floor")), "all")
     assert row.reason == "outcome fail in B: its deltas decide nothing"
+
+
+def test_a_case_that_failed_on_its_bars_is_compared() -> None:
+    """A bar that both records miss must not hide that one of them became slower."""
+    a, b = base(NANO), side(NANO, timed(3.0))
+    missed = BarFigures(what="draft step over classic step", value=0.06, limit=0.05, highest=True, met=False)
+    old, new = (
+        next(case for case in one.record.cases if case.arms).model_copy(
+            update={"outcome": "fail", "verdict": "faster", "bars": (missed,)}
+        )
+        for one in (a, b)
+    )
+    assert {row.figure: row.status for row in arm_rows(a, b, old, new)}["mtp: delta"] == "regressed"
+
+
+def test_steps_are_compared_where_the_text_is_another() -> None:
+    """Kernels with other bytes write other text; what a step takes is no matter of which token it is."""
+    for slow, status in ((1.0, "same"), (1.6, "regressed")):
+        later = of("decode", ArmLine, decode_s=lambda x, slow=slow: x.decode_s * slow)
+        found = pair(NANO, *CHANGES["other text"][1], later)
+        assert rows_of(found, "mtp: classic_step_ms").status == status
+        assert "other text" in rows_of(found, "mtp: delta").reason
 
 
 def _runs(noise: float, effect: float, pairs: int, rng: random.Random) -> ArmFigures:

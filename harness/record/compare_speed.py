@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from harness.record.compare_bytes import text_difference
 from harness.record.compare_side import ALL, Judged, Row, Side, speed_block
+from harness.record.finding import only_bars
 from harness.record.model import CaseRecord
 from harness.record.speed_model import AcceptanceFigures, ArmFigures
 from harness.record.table import ms, percent, percent_range, share
@@ -88,7 +89,7 @@ def arm_rows(a: Side, b: Side, old: CaseRecord, new: CaseRecord) -> Iterator[Row
         return
     draft = Row(old.check, old.name, "speed", ALL, "not comparable", "")
     for where, case in (("A", old), ("B", new)):
-        if case.outcome not in MEASURED:
+        if case.outcome not in MEASURED and not only_bars(case):
             yield replace(draft, reason=f"outcome {case.outcome} in {where}: its deltas decide nothing")
             return
     mine, theirs = ({arm.arm: arm for arm in case.arms} for case in (old, new))
@@ -112,12 +113,16 @@ def _arm(a: Side, b: Side, old: CaseRecord, new: CaseRecord, one: ArmFigures, tw
     if one.acceptance is not None and two.acceptance is not None:
         lengths = (one.acceptance.acceptance_length, two.acceptance.acceptance_length)
         yield _acceptance(a, b, old, new, f"{one.arm}: acceptance_length", *lengths, effect)
-    block = speed_block(a, b, old, new) or inexact_block(old, new) or text_difference(old, new)
+    block = speed_block(a, b, old, new) or inexact_block(old, new)
     if block is None and not (one.delta and two.delta):
         block = f"no figure of speed in {'A' if not one.delta else 'B'}: {(two if one.delta else one).verdict_reason}"
     delta = replace(draft, figure=f"{one.arm}: delta", a=percent_range(one.delta), b=percent_range(two.delta))
     if block:
         yield replace(delta, reason=block)
+        return
+    if other := text_difference(old, new):
+        yield replace(delta, reason=other)
+        yield from _costs(draft, one, two)  # a step takes as long for other tokens
         return
     status, reason = judge_verdicts(one, two)
     yield replace(draft, figure=f"{one.arm}: verdict", status=status, reason=reason, a=one.verdict, b=two.verdict)
@@ -180,7 +185,10 @@ def _costs(draft: Row, one: ArmFigures, two: ArmFigures) -> Iterator[Row]:
         ("verify_ms / classic_step_ms", _over(one.verify_ms, one), _over(two.verify_ms, two), share),
         ("draft_step_ms / classic_step_ms", _over(one.draft_step_ms, one), _over(two.draft_step_ms, two), share),
     )
-    floor = max((abs(null) for null in (*one.null, *two.null)), default=0.0)
+    null = max((abs(null) for null in (*one.null, *two.null)), default=0.0)
+    effect = max(one.smallest_effect, two.smallest_effect)
+    floor = max(null, effect)
+    within = "the largest |null| of both" if floor == null else "the smallest effect of interest"
     for name, mine, theirs, written in parts:
         if mine is None or theirs is None:
             continue
@@ -188,7 +196,7 @@ def _costs(draft: Row, one: ArmFigures, two: ArmFigures) -> Iterator[Row]:
         if min(len(one.null), len(two.null)) < MIN_PAIRS and mine != theirs:
             yield replace(row, reason=f"no null range: fewer than {MIN_PAIRS} null deltas")
             continue
-        status, reason = moved(mine, theirs, floor, higher_is_better=False, within="the largest |null| of both")
+        status, reason = moved(mine, theirs, floor, higher_is_better=False, within=within)
         yield replace(row, status=status, reason=reason)
 
 

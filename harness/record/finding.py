@@ -78,7 +78,7 @@ def _bad_news(
         return f"MTP declines, {short(declined.first_divergence_text or declined.decision_reason or declined.reason)}"
     if any(case.inexact for case in cases):
         return "MTP engaged inexact, by override"
-    failed = [c for c in cases if c.outcome == "fail" and c.check not in known_failures and not _only_bars(c)]
+    failed = [c for c in cases if c.outcome == "fail" and c.check not in known_failures and not only_bars(c)]
     failed = [case for case in failed if case.name not in told]
     if failed:
         first = failed[0]
@@ -88,7 +88,7 @@ def _bad_news(
     return None
 
 
-def _only_bars(case: CaseRecord) -> bool:
+def only_bars(case: CaseRecord) -> bool:
     """Whether a case failed on its bars alone: its text is right and its speed-up was judged."""
     return case.outcome == "fail" and case.verdict is not None and any(bar.met is False for bar in case.bars)
 
