@@ -13,6 +13,7 @@ import support_record as support
 from support_compare import (
     CHANGES,
     FAILING_DRAW,
+    GATE_UP,
     KERNELS,
     NANO,
     REPEATS,
@@ -215,6 +216,20 @@ def test_another_cpu_stops_speed_and_not_outcomes() -> None:
     assert rows_of(found, "mtp: acceptance_length").status == "same"
     threads = pair(NANO, lambda x: x.model_copy(update={"threads": 8}) if isinstance(x, ChildLine) else x)
     assert rows_of(threads, "mtp: delta").reason == "other threads of the child: 1 against 8"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stops"),
+    [(None, 700, False), (700, 700, False), (700, 500, True)],
+    ids=["an older record", "alike", "another limit"],
+)
+def test_what_an_older_record_does_not_say_of_a_gpu_is_no_difference(
+    before: int | None, after: int, stops: bool
+) -> None:
+    """A field that came later made every record before it one of another card."""
+    one, two = (side(KERNELS, env=put("gpu", "power_limit_w", value=value)) for value in (before, after))
+    row = rows_of(compare(one, two), "all" if stops else "stream_share", GATE_UP)
+    assert (row.status, row.reason.startswith("other GPU")) == ("not comparable" if stops else "same", stops)
 
 
 def test_other_weights_and_other_prompts_are_another_question() -> None:

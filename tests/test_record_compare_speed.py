@@ -200,12 +200,18 @@ def test_rows_that_cost_more_are_seen_in_their_ratio() -> None:
     assert mine["us at M = 1"] == mine["m4_over_m1"] == "same"
 
 
-def test_a_change_within_both_null_spreads_is_the_same() -> None:
-    """Half of the two spreads together."""
+def test_a_change_within_both_null_spreads_or_the_smallest_effect_is_the_same() -> None:
+    """Half of the two spreads together; where that is less than 2 %, two cards differ by more."""
     kernel = next(case.kernel for case in base(KERNELS).record.cases if case.name == GATE_UP)
     assert kernel is not None
     assert kernel.null_spread is not None
     row = rows_of(pair(KERNELS, ours(1 + kernel.null_spread)), "stream_share", GATE_UP)
+    assert row.status == "same"
+    assert row.reason.endswith("is within 2.0 %, the smallest effect of interest")
+    again = where(
+        lambda x: getattr(x, "again", False), of(GATE_UP, KernelLine, us=lambda x: tuple(1.1 * t for t in x.us))
+    )
+    row = rows_of(pair(KERNELS, ours(1.05), again), "stream_share", GATE_UP)
     assert row.status == "same"
     assert row.reason.endswith("%, both null spreads")
 

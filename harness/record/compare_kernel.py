@@ -13,6 +13,7 @@ from dataclasses import replace
 from harness.record.compare_side import ALL, Row, Side, speed_block
 from harness.record.compare_speed import moved
 from harness.record.model import CaseRecord, KernelFigures, PeerFigures
+from harness.record.spec_view import SMALLEST_EFFECT
 from harness.record.table import factor, percent, share
 
 FIGURES = (  # figure, whether more is better
@@ -40,8 +41,10 @@ def kernel_rows(a: Side, b: Side, old: CaseRecord, new: CaseRecord) -> Iterator[
             return
         yield replace(draft, reason=f"no null arm in {'A' if one.null_spread is None else 'B'}")
         return
-    floor = one.null_spread + two.null_spread
-    yield from _time(draft, one, two, floor)
+    nulls = one.null_spread + two.null_spread
+    floor = max(nulls, SMALLEST_EFFECT)
+    within = NULLS if floor == nulls else "the smallest effect of interest"
+    yield from _time(draft, one, two, floor, within)
     for name, higher in FIGURES:
         mine, theirs = getattr(one, name), getattr(two, name)
         if mine is None and theirs is None:
@@ -52,9 +55,9 @@ def kernel_rows(a: Side, b: Side, old: CaseRecord, new: CaseRecord) -> Iterator[
         if mine is None or theirs is None:
             yield replace(row, reason=f"not measured in {'A' if mine is None else 'B'}")
             continue
-        status, reason = moved(mine, theirs, floor, higher_is_better=higher, within=NULLS)
+        status, reason = moved(mine, theirs, floor, higher_is_better=higher, within=within)
         yield replace(row, status=status, reason=reason)
-    yield from _peers(draft, one, two, floor)
+    yield from _peers(draft, one, two, floor, within)
 
 
 def _block(a: Side, b: Side, old: CaseRecord, new: CaseRecord) -> str | None:
@@ -76,7 +79,7 @@ def _block(a: Side, b: Side, old: CaseRecord, new: CaseRecord) -> str | None:
     return speed_block(a, b, old, new)
 
 
-def _time(draft: Row, one: KernelFigures, two: KernelFigures, floor: float) -> Iterator[Row]:
+def _time(draft: Row, one: KernelFigures, two: KernelFigures, floor: float, within: str) -> Iterator[Row]:
     """Microseconds at one row, beyond what the card itself moved by."""
     mine, theirs = one.us.get("1"), two.us.get("1")
     if mine is None or theirs is None:
@@ -89,12 +92,12 @@ def _time(draft: Row, one: KernelFigures, two: KernelFigures, floor: float) -> I
             yield replace(row, reason="no stream in both: a slower card and a slower kernel look alike")
         return
     drift = math.expm1(abs(math.log(two.stream_gb_per_s / one.stream_gb_per_s)))
-    within = f"{NULLS} and the stream's own {percent(drift)}"
+    within += f" and the stream's own {percent(drift)}"
     status, reason = moved(mine, theirs, floor + drift, higher_is_better=False, within=within)
     yield replace(row, status=status, reason=reason)
 
 
-def _peers(draft: Row, one: KernelFigures, two: KernelFigures, floor: float) -> Iterator[Row]:
+def _peers(draft: Row, one: KernelFigures, two: KernelFigures, floor: float, within: str) -> Iterator[Row]:
     mine, theirs = ({peer.peer: peer for peer in kernel.peers} for kernel in (one, two))
     for name in dict.fromkeys((*mine, *theirs)):
         left, right = mine.get(name), theirs.get(name)
@@ -109,10 +112,10 @@ def _peers(draft: Row, one: KernelFigures, two: KernelFigures, floor: float) -> 
             continue
         assert left is not None
         assert right is not None
-        yield from _ratios(row, left, right, floor)
+        yield from _ratios(row, left, right, floor, within)
 
 
-def _ratios(row: Row, left: PeerFigures, right: PeerFigures, floor: float) -> Iterator[Row]:
+def _ratios(row: Row, left: PeerFigures, right: PeerFigures, floor: float, within: str) -> Iterator[Row]:
     """Our time over a peer's, by rows; our null arm speaks for a ratio only where both were timed by graph."""
     alike = left.version == right.version
     for rows in left.ratio:
@@ -125,5 +128,5 @@ def _ratios(row: Row, left: PeerFigures, right: PeerFigures, floor: float) -> It
         elif mine != theirs and "host" in (left.clock, right.clock):
             yield replace(one, reason="no interval: timed by the host's clock, of which our null arm says nothing")
         else:
-            status, reason = moved(mine, theirs, floor, higher_is_better=False, within=NULLS)
+            status, reason = moved(mine, theirs, floor, higher_is_better=False, within=within)
             yield replace(one, status=status, reason=reason)

@@ -134,10 +134,22 @@ def machine_block(a: Side, b: Side) -> str | None:
     """What of the machine differs that makes another speed, or None."""
     cuda = a.record.device != "CPU"
     for key in ("GPU",) if cuda else ("CPU", "Threads of the child"):
-        mine, theirs = (_without_driver(side.record.host.get(key, "")) for side in (a, b))
+        mine, theirs = _alike(*(_without_driver(side.record.host.get(key, "")) for side in (a, b)))
         if mine != theirs:
             return f"other {key if key.isupper() else key[0].lower() + key[1:]}: {mine} against {theirs}"
     return None
+
+
+LATER = "power limit"
+"""What of a GPU's row older records do not have."""
+
+
+def _alike(mine: str, theirs: str) -> tuple[str, str]:
+    """Both rows, without what only a later record says."""
+    both = [row.split(", ") for row in (mine, theirs)]
+    if len({any(part.startswith(LATER) for part in row) for row in both}) > 1:
+        both = [[part for part in row if not part.startswith(LATER)] for row in both]
+    return ", ".join(both[0]), ", ".join(both[1])
 
 
 def _without_driver(text: str) -> str:
