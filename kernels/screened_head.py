@@ -27,7 +27,7 @@ SLAB = 1 << 14
 
 ROUNDING = 2.0**-14
 """Most that fp32 sums of either product are off by, over ||w|| ||x||: 64 steps of the MMA, each within 2^-22 of a
-partial sum, and for the copy's four of scale, bias and offset beside them, make 2^-15."""
+partial sum, make 2^-16; four times that is for the scales, biases and offsets of the copy's."""
 
 
 def can_screen(head: PackedWeight) -> bool:
