@@ -118,12 +118,18 @@ def store_rows(values_ptr, sums_ptr, scales_ptr, x, group, m, K, valid, BITS: tl
 
 
 @triton.jit
-def load_partials(partials_ptr, m, columns, N, mask, SPLIT: tl.constexpr):
-    """Row m's value at these columns: the partial sums added in index order and rounded to bf16, as fp32."""
+def add_partials(partials_ptr, m, columns, N, mask, SPLIT: tl.constexpr):
+    """Row m's partial sums at these columns, added in index order; fp32."""
     total = tl.load(partials_ptr + m * N + columns, mask=mask, other=0.0)
     for part in tl.static_range(1, SPLIT):
         total += tl.load(partials_ptr + (part * 8 + m) * N + columns, mask=mask, other=0.0)
-    return to_bf16(total).to(tl.float32)
+    return total
+
+
+@triton.jit
+def load_partials(partials_ptr, m, columns, N, mask, SPLIT: tl.constexpr):
+    """Row m's value at these columns: the partial sums added and rounded to bf16, as fp32."""
+    return to_bf16(add_partials(partials_ptr, m, columns, N, mask, SPLIT)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["groups"])

@@ -16,6 +16,7 @@ from kernels.argmax import COLUMNS_PER_PROGRAM, head_best, head_keys, key_of
 from kernels.jit import GROUP, SLOTS, check_operand, dot, launch_options, round_bf16, wait_for_producers
 from kernels.launch import LaunchShape
 from kernels.repack import PackedWeight, dequantize_packed, pack_weight, unpack_dense
+from kernels.rows import add_partials
 
 BITS, LEVELS = 8, 255
 ROWS_AT_ONCE = 64
@@ -101,15 +102,6 @@ def screened_best(sums: Tensor, x: Tensor, head: PackedWeight, copy: PackedWeigh
     return keys
 
 
-@triton.jit
-def total_of(sums_ptr, column, V: tl.constexpr, SPLIT: tl.constexpr):
-    """Row 0's sums at these columns, added in index order and not rounded; 0 past V."""
-    total = tl.load(sums_ptr + column, mask=column < V, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        total += tl.load(sums_ptr + part * 8 * V + column, mask=column < V, other=0.0)
-    return total
-
-
 @triton.jit(do_not_specialize=["groups"])
 def _recheck(
     sums_ptr, rough_ptr, x_ptr, codes_ptr, reach_ptr, keys_ptr, groups,
@@ -129,7 +121,9 @@ def _recheck(
     # Both rows may be off by reach * ||x||, and each of three roundings to bf16 by 2^-9 of a value of about this size.
     slack = 2.05 * reach * tl.sqrt_rn(tl.sum(x * x, 0)) + tl.abs(best) * 0.0078125 + 1e-30
     own = tl.program_id(0) * COLUMNS + part[:, None] * ROWS + row[None, :]
-    beaten = total_of(sums_ptr, own, V, SPLIT) < best - slack  # nothing is below NaN: then all rows are computed
+    beaten = (
+        add_partials(sums_ptr, 0, own, V, own < V, SPLIT) < best - slack
+    )  # nothing is below NaN: then all rows are computed
     hopeful = tl.max(((own < V) & ~beaten).to(tl.int32), 1)
     wanted = tl.sum(hopeful << part, 0)
 
