@@ -24,6 +24,7 @@ from kernels.fused_norms import norm_rows, residual_norm_rows, sum_norm_rows
 from kernels.gated_qmv import ROWS_PER_PROGRAM, gated_qmv, takes_sums
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
 from kernels.jit import GROUP
+from kernels.launch import LaunchShape
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
 from kernels.rmsnorm import rmsnorm
@@ -284,11 +285,11 @@ def _pick_screened(partials: Tensor, x: Tensor, head: Linear, screen: Screen) ->
     return screened_best(partials, x, head.operand, screen.weight.operand, screen.reach)
 
 
-def screen_of(head: Linear) -> Screen | None:
-    """A screen of a bf16 head; None for another, which is small already."""
+def screen_of(head: Linear, shape: LaunchShape | None = None) -> Screen | None:
+    """A screen of a bf16 head; None for another, which is small already. `shape`: how to launch it, for tuning."""
     if not can_screen(head.operand):
         return None
-    copy, reach = quantized(head.operand)
+    copy, reach = quantized(head.operand, shape)
     return Screen(Linear(head.out_features, head.in_features, copy.bits, torch.bfloat16, "qmv", copy), reach)
 
 
@@ -326,7 +327,7 @@ ROW_WISE: dict[str, Callable[..., Any]] = {
 }
 """Ops whose last row-wise launch can let the next one start right after its wait (decision 8)."""
 
-EARLY = "heads", "geglu"
+EARLY = ("heads",)
 EARLY_IN_DRAFTS = "join_accepted", "join", "enter", "residual", "gated", "reuse"
 """Those that do: in classic and verify steps, and in a draft step's few programs."""
 
@@ -343,9 +344,6 @@ def draft_ops(early: Collection[str] = EARLY_IN_DRAFTS) -> FusedOps:
 
 FUSED = releasing_early(EARLY)
 FUSED_DRAFT = draft_ops()
-
-SCREENED_HEAD = False
-"""Whether a bf16 drafter's head is read through a screen: the same tokens, half the bytes; not timed yet."""
 
 KERNELS = Kernels(
     backend="triton",
@@ -366,5 +364,5 @@ KERNELS = Kernels(
     embed=embed,
     fused=FUSED,
     fused_draft=FUSED_DRAFT,
-    screen=screen_of if SCREENED_HEAD else None,
+    screen=screen_of,
 )

@@ -11,7 +11,7 @@ A chain is what a round replays: what the last verify step accepted, then so man
 stages, warps, split) are tried here inside the chain, in turns with those of the table. `--forms` times, also in turns,
 other forms of a step: with no row-wise launch that lets the next one start right after its wait (late), with queries
 or GeGLU in a launch of their own (apart), with `down` of a bf16 drafter taking another number of its matrix's rows a
-program (gated), with a bf16 head read through a screen. Tokens must not change.
+program (gated), with a bf16 head read whole and not through a screen. Tokens must not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from engine.config import LayerShape
 from engine.fused_draft import DraftWeights, fused_draft
-from kernels import FusedOps, Linear
+from kernels import FusedOps, Linear, Screen
 from kernels.gate.cases import EPS, GEOMETRIES, MAX_KEYS, RING, VOCABULARY, WINDOW, Geometry
 from kernels.gate.record import Variant, recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
@@ -76,6 +76,9 @@ class Chain:
             fused_geglu={bits: True},
         )
         self.nbytes -= self.weights.embedding.nbytes  # of which a step reads one row
+        if bits == 16:
+            self.weights = replace(self.weights, screen=self._screen())
+            self.nbytes -= self.weights.head.nbytes  # of which it reads a few rows
         self.kv: dict[Any, Tensor] = {
             "sliding": self._halves(2, sliding.kv_heads, RING, sliding.width),
             "full": self._halves(2, full.kv_heads, MAX_KEYS, full.width),
@@ -96,13 +99,12 @@ class Chain:
         other.ops = ops
         return other
 
-    def screened(self) -> Chain:
-        """The same chain whose head is read through a screen."""
-        screen = screen_of(self.weights.head)
-        assert screen is not None
+    def with_whole_head(self) -> Chain:
+        """The same chain whose head is read as it is."""
+        assert self.weights.screen is not None
         other = copy.copy(self)
-        other.weights = replace(self.weights, screen=screen)
-        other.nbytes = self.nbytes - self.weights.head.nbytes + screen.weight.nbytes
+        other.weights = replace(self.weights, screen=None)
+        other.nbytes += self.weights.head.nbytes - self.weights.screen.weight.nbytes
         return other
 
     def run(self, steps: int) -> None:
@@ -151,6 +153,17 @@ class Chain:
         packed = PackedWeight(codes, scales, features, width, bits, shape)
         self.nbytes += packed.nbytes
         return Linear(features, width, bits, torch.bfloat16, "qmv", packed)
+
+    def _screen(self) -> Screen:
+        rows = self.weights.head.out_features
+        if not self.filled:
+            return Screen(self._linear(DRAFTER.hidden, rows, 8), self._floats(1))
+        matrix = (DRAFTER.hidden, rows, 8)
+        self.used.add(matrix)
+        screen = screen_of(self.weights.head, self.shapes.get(matrix))
+        assert screen is not None
+        self.nbytes += screen.weight.nbytes
+        return screen
 
     def _floats(self, *size: int) -> Tensor:
         out = torch.empty(*size, device=self.device)
@@ -264,7 +277,7 @@ def main() -> int:
         others |= {f"early {'+'.join(names)}".rstrip(): draft_ops(names) for names in args.early}
         chains |= {which: chains["table"].with_ops(ops) for which, ops in others.items()}
         if args.forms and bits == 16:
-            chains["head screened"] = chains["table"].screened()
+            chains["head whole"] = chains["table"].with_whole_head()
         replays = {which: recorded(chain, args.steps) for which, chain in chains.items()}
         times: dict[str, list[float]] = {which: [] for which in chains}
         for _ in range(5):

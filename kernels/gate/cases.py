@@ -160,8 +160,7 @@ def _row_ops() -> Iterator[Entry]:
             early = layer.kv_heads > 0  # a drafter's are few, and made in attention where it can
             call = partial(_head_norms, layer, early=early)
             yield Entry(f"{model.name} {layer.name} head_norms_rope", call, {"_head_norms_rope": Expect(early=early)})
-        geglu_call = partial(_geglu_rows, model, early=True)
-        yield Entry(f"{model.name} geglu_rows", geglu_call, {"_geglu_rows": Expect(early=True)})
+        yield Entry(f"{model.name} geglu_rows", partial(_geglu_rows, model))
     model = GEOMETRIES[0]
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
@@ -208,6 +207,7 @@ def _early_ops() -> Iterator[Entry]:
             partial(_residual, drafter, drafter.bits),
             Expect(loads_ahead=drafter.split),
         ),
+        ("geglu_rows", "_geglu_rows", partial(_geglu_rows, drafter), Expect()),
         ("pack_rows", "_pack", partial(_pack, drafter, 4), Expect()),
     ]
     for name, kernel, call, expect in calls:
