@@ -51,6 +51,8 @@ def step_bars(
         if nearest is not None and nearest.predicted_speedup and nearest.measured_speedup:
             value = abs(nearest.predicted_speedup / nearest.measured_speedup - 1)
         found.append(StepBar("gap of predicted and measured speed-up", value, bars.max_prediction_error, True))
+    if bars.max_runs_over_alone is not None:
+        found += _runs_over_alone(arm, _nearest(chosen), bars.max_runs_over_alone)
     return tuple(found)
 
 
@@ -65,6 +67,16 @@ def _of_steps(bars: StepBars, figures: StepFigures) -> Iterator[StepBar]:
         yield StepBar(what + at, values[what], limit, highest)
 
 
+def _runs_over_alone(arm: ArmFigures | None, alone: StepFigures | None, limit: float) -> Iterator[StepBar]:
+    """A slow state of a card or of launches that steps alone do not show lengthens both sides of a speed-up alike."""
+    classic = verify = None
+    if arm is not None and alone is not None:
+        classic = _over(arm.classic_step_ms, alone.classic_step_ms)
+        verify = _over(arm.verify_ms, alone.verify_ms)
+    for what, value in (("classic", classic), ("verify", verify)):
+        yield StepBar(f"{what} step in the timed runs over alone", value, limit, True)
+
+
 def _set(bars: StepBars) -> Iterator[tuple[str, float, bool]]:
     """The bars on steps that are set: what, limit, whether it is a maximum."""
     for what, limit, highest in (
@@ -76,8 +88,8 @@ def _set(bars: StepBars) -> Iterator[tuple[str, float, bool]]:
             yield what, limit, highest
 
 
-def _over(cost: float | None, classic: float | None) -> float | None:
-    return cost / classic if cost is not None and classic else None
+def _over(cost: float | None, other: float | None) -> float | None:
+    return cost / other if cost is not None and other else None
 
 
 def _nearest(steps: Sequence[StepFigures]) -> StepFigures | None:

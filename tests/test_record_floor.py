@@ -19,6 +19,8 @@ from harness.record.sections.context import host
 from harness.record.sections.speed import steps
 from harness.record.sections.summary import summary
 from harness.spec import load_spec, plan
+from harness.spec.speed_model import StepBars
+from harness.step_bars import StepBar, step_bars
 
 BARS = "bars: {min_floor_share: 0.55, max_verify_over_classic: 1.06, min_speedup_per_length: 0.4}"
 FLOOR = {"weight_bytes": 9 * 10**9, "kv_bytes": 10**9, "stream_bytes": 2 * 10**12, "stream_s": (0.5, 1.0, 0.6)}
@@ -116,6 +118,28 @@ def test_bars_on_steps_are_judged(barred: Any) -> None:
     blind = judged(barred, floor=False)
     assert blind.outcome == "unresolved"
     assert "byte floor over classic step at 512 tokens was not measured, bar at least 0.55" in blind.reason
+
+
+def test_steps_that_are_slower_in_the_runs_miss_a_bar() -> None:
+    """Guards against a slow state of the runs that steps alone do not show: it lengthens both sides of the speed-up."""
+
+    def bars(limit: float, **changes: float) -> dict[str, StepBar]:
+        alone = [x.model_copy(update=changes) for x in figures]
+        found = step_bars(StepBars(max_runs_over_alone=limit), 4, arms, alone)
+        return {bar.what.partition(" ")[0]: bar for bar in found}
+
+    record = record_of(run_lines(Scenario()))
+    case = next(case for case in record.cases if case.steps)
+    arms, figures = case.arms, case.steps
+    arm = next(arm for arm in arms if arm.block_size == 4)
+    assert arm.classic_step_ms is not None
+    assert arm.verify_ms is not None
+    level = {"classic_step_ms": arm.classic_step_ms, "verify_ms": arm.verify_ms}
+    assert [bar.met for bar in bars(1.0, **level).values()] == [True, True]
+    slow = bars(1.05, **level | {"classic_step_ms": arm.classic_step_ms / 1.1})
+    assert {what: bar.met for what, bar in slow.items()} == {"classic": False, "verify": True}
+    assert slow["classic"].words == "classic step in the timed runs over alone is 1.1, bar at most 1.05"
+    assert [bar.met for bar in step_bars(StepBars(max_runs_over_alone=1), 4, (), ())] == [None, None]
 
 
 def test_bars_stand_on_the_page() -> None:

@@ -22,6 +22,8 @@ class StepBars(Model):
     """Lowest ratio of the measured speed-up to the tokens per verify."""
     max_prediction_error: Share | None = None
     """Largest gap between the speed-up that steps and acceptance predict and the measured one, as a share."""
+    max_runs_over_alone: Share | None = None
+    """Highest ratio of what a classic step, or a verify, costs in the timed runs to what it costs alone."""
 
 
 class PeerSpeedups(Model):
