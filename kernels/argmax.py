@@ -24,6 +24,9 @@ from kernels.rows import load_partials
 
 COLUMNS_PER_PROGRAM = 1024
 
+LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+"""A key that is below every value's."""
+
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """tanh(logits / cap) * cap with a rounding per op; logits bf16 [M, V]. ValueError on other shapes."""
@@ -166,9 +169,16 @@ def key_of(x, index):
 
 
 @triton.jit
+def value_of(key):
+    """The value of a key int64 of `key_of`, fp32."""
+    order = (key >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _store_key(keys_ptr, x, column, V: tl.constexpr):
     """Store the largest key of a block of columns; columns past V never win."""
-    key = tl.where(column < V, key_of(x, column), -0x7FFFFFFFFFFFFFFF)
+    key = tl.where(column < V, key_of(x, column), LEAST)
     tl.store(keys_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(key, 0))
 
 
@@ -215,7 +225,7 @@ def _head_keys(
 def best_of(keys_ptr, row, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """The token of a row, from the keys of its blocks."""
     at = tl.arange(0, BLOCK)
-    key = tl.load(keys_ptr + row * BLOCKS + at, mask=at < BLOCKS, other=-0x7FFFFFFFFFFFFFFF)
+    key = tl.load(keys_ptr + row * BLOCKS + at, mask=at < BLOCKS, other=LEAST)
     return (0x7FFFFFFF - (tl.max(key, 0) & 0x7FFFFFFF)).to(tl.int32)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.argmax import COLUMNS_PER_PROGRAM, head_best, head_keys, key_of
+from kernels.argmax import COLUMNS_PER_PROGRAM, LEAST, head_best, head_keys, key_of, value_of
 from kernels.jit import GROUP, SLOTS, check_operand, dot, launch_options, round_bf16, wait_for_producers
 from kernels.launch import LaunchShape
 from kernels.repack import PackedWeight, dequantize_packed, pack_weight, unpack_dense
@@ -26,9 +26,10 @@ STAGES = tl.constexpr(4)
 SLAB = 1 << 14
 """Rows of the head that are quantized at a time."""
 
-ROUNDING = 2.0**-14
-"""Most that fp32 sums of either product are off by, over ||w|| ||x||: 64 steps of the MMA, each within 2^-22 of a
-partial sum, make 2^-16; four times that is for the scales, biases and offsets of the copy's."""
+ROUNDING, UP_TO = 2.0**-14, 1024
+"""Most that fp32 sums of either product are off by, over ||w|| ||x||, for rows up to this width, and for wider ones in
+proportion: 64 steps of the MMA, each within 2^-22 of a partial sum, make 2^-16; four times that is for the scales,
+biases and offsets of the copy's."""
 
 
 def can_screen(head: PackedWeight) -> bool:
@@ -44,6 +45,7 @@ def quantized(head: PackedWeight, shape: LaunchShape | None = None) -> tuple[Pac
     dense = unpack_dense(head)
     rows, width = dense.shape
     parts, reach = [], torch.zeros(1, dtype=torch.float64, device=dense.device)
+    rounding = ROUNDING * max(1.0, width / UP_TO)
     for first in range(0, rows, SLAB):
         slab = dense[first : first + SLAB].float().view(-1, width // GROUP, GROUP)
         low, high = slab.amin(-1), slab.amax(-1)
@@ -55,7 +57,7 @@ def quantized(head: PackedWeight, shape: LaunchShape | None = None) -> tuple[Pac
         copy = dequantize_packed(part).view(-1, width)
         own = slab.double().view(-1, width)
         lengths = own.norm(dim=1) + copy.norm(dim=1)
-        reach = torch.maximum(reach, ((copy - own).norm(dim=1) + ROUNDING * lengths).max())
+        reach = torch.maximum(reach, ((copy - own).norm(dim=1) + rounding * lengths).max())
         parts.append((words.view(torch.int32), scales, biases))
     words, scales, biases = (torch.cat([part[i] for part in parts]) for i in range(3))
     weight = pack_weight(words.view(torch.uint32), scales, biases, BITS, shape)
@@ -114,20 +116,18 @@ def _recheck(
     slot, column, at = tl.arange(0, 8), tl.arange(0, 64), tl.arange(0, WIDTH)
     reach = tl.load(reach_ptr)
     wait_for_producers()
-    keys = tl.load(rough_ptr + block, mask=block < BLOCKS, other=-0x7FFFFFFFFFFFFFFF)
-    order = (tl.max(keys, 0) >> 32).to(tl.int32)
-    best = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+    keys = tl.load(rough_ptr + block, mask=block < BLOCKS, other=LEAST)
+    best = value_of(tl.max(keys, 0))
     x = tl.load(x_ptr + at, mask=at < groups * 64, other=0.0).to(tl.float32)
     # Both rows may be off by reach * ||x||, and each of three roundings to bf16 by 2^-9 of a value of about this size.
     slack = 2.05 * reach * tl.sqrt_rn(tl.sum(x * x, 0)) + tl.abs(best) * 0.0078125 + 1e-30
     own = tl.program_id(0) * COLUMNS + part[:, None] * ROWS + row[None, :]
-    beaten = (
-        add_partials(sums_ptr, 0, own, V, own < V, SPLIT) < best - slack
-    )  # nothing is below NaN: then all rows are computed
+    # Nothing is below NaN: then all rows are computed.
+    beaten = add_partials(sums_ptr, 0, own, V, own < V, SPLIT) < best - slack
     hopeful = tl.max(((own < V) & ~beaten).to(tl.int32), 1)
     wanted = tl.sum(hopeful << part, 0)
 
-    largest = tl.full([1], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    largest = tl.full([1], LEAST, tl.int64)
     for number in tl.range(0, PARTS):
         if (wanted >> number) & 1 != 0:
             first = tl.program_id(0) * COLUMNS + number * ROWS
@@ -139,6 +139,6 @@ def _recheck(
                 state = tl.load(x_ptr + slot[:, None] * 0 + group * 64 + column[None, :])
                 acc = dot(weight, tl.trans(state), acc)
             value = round_bf16(tl.sum(tl.where(slot[None, :] == 0, acc, 0.0), 1))
-            key = tl.where(first + row < V, key_of(value, first + row), -0x7FFFFFFFFFFFFFFF)
+            key = tl.where(first + row < V, key_of(value, first + row), LEAST)
             largest = tl.maximum(largest, tl.max(key, 0))
     tl.store(keys_ptr + tl.program_id(0) + tl.arange(0, 1), largest)

@@ -10,14 +10,15 @@ pytest.importorskip("triton", reason="triton is not built for this platform")
 
 from support_rowops import DEVICE
 
+from kernels.argmax import LEAST as LEAST_KEY
 from kernels.argmax import head_best
 from kernels.launch import LaunchShape, launch_shape
 from kernels.qmv import qmv
-from kernels.repack import PackedWeight, pack_dense
+from kernels.repack import PackedWeight, dequantize_packed, pack_dense
 from kernels.rows import Rows, pack_rows
 from kernels.screened_head import quantized, screened_best
 
-LEAST = -0x7FFFFFFFFFFFFFFF
+LEAST = LEAST_KEY.value
 WIDTH, ROWS = 64, 1100
 """Two blocks of columns, of which the last has 76 rows."""
 SHAPE = LaunchShape(512, 1, 2, 2, 1)
@@ -109,6 +110,18 @@ def test_sums_are_within_reach() -> None:
         assert off <= reach.item()
         closest = max(closest, off / reach.item())
     assert closest > 0.3  # a bound of infinity would hold as well, and screen nothing
+
+
+def test_a_wider_row_may_be_further_off() -> None:
+    """Sums of more steps round more often: a bound for rows of 1,024 would be too small for rows of 2,048."""
+    reaches = {}
+    for width in (64, 1024, 2048):
+        head = pack_dense(torch.ones(64, width, dtype=torch.bfloat16, device=DEVICE), LaunchShape(64, 1, 2, 2, 1))
+        copy, reach = quantized(head)  # which has no error, so that rounding alone is left
+        assert torch.equal(dequantize_packed(copy), torch.ones_like(dequantize_packed(copy)))
+        reaches[width] = reach.item() / (2 * width**0.5)
+    assert reaches[64] == pytest.approx(reaches[1024])
+    assert reaches[2048] == pytest.approx(2 * reaches[1024])
 
 
 @nan_arithmetic

@@ -23,7 +23,7 @@ class StepBars(Model):
     max_prediction_error: Share | None = None
     """Largest gap between the speed-up that steps and acceptance predict and the measured one, as a share."""
     max_runs_over_alone: Share | None = None
-    """Highest ratio of what a classic step, or a verify, costs in the timed runs to what it costs alone."""
+    """Highest ratio of a classic step's or a verify's time in the timed runs to that alone at the shortest context."""
 
 
 class PeerSpeedups(Model):
