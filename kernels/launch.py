@@ -14,8 +14,24 @@ PROGRAMS = 800
 
 
 @dataclass(frozen=True)
+class Card:
+    """How many multiprocessors a card has, and the shared memory of each, bytes."""
+
+    multiprocessors: int
+    shared_bytes: int
+
+
+CARDS = {90: Card(132, 228 << 10), 120: Card(170, 100 << 10)}
+"""A card of each architecture that kernels are built for without one: an H200 and a GeForce RTX 5090."""
+
+SYSTEM_BYTES, SPARE_BYTES = 1 << 10, 3 << 10
+"""Shared memory that a program takes besides its own, and what is left free for small programs beside a product's."""
+
+
+@dataclass(frozen=True)
 class LaunchShape:
-    """tile rows of the matrix a program, unroll groups of 64 inputs a step, stages in flight, warps, split of K."""
+    """tile rows of the matrix a program, unroll groups of 64 inputs a step, stages of a step each that are held, warps,
+    split of K."""
 
     tile: int
     unroll: int
@@ -30,34 +46,34 @@ class LaunchShape:
 
 
 TABLE: dict[tuple[int, int, int], LaunchShape] = {
-    (1024, 3840, 4): LaunchShape(64, 1, 3, 2, 8),
-    (1024, 4096, 4): LaunchShape(64, 1, 3, 2, 8),
+    (1024, 3840, 4): LaunchShape(64, 2, 3, 2, 8),
+    (1024, 4096, 4): LaunchShape(64, 2, 2, 2, 8),
     (1024, 5376, 4): LaunchShape(64, 1, 3, 2, 6),
-    (1024, 8192, 4): LaunchShape(64, 1, 4, 2, 4),
-    (1024, 16384, 4): LaunchShape(64, 1, 4, 2, 2),
-    (1024, 262144, 4): LaunchShape(128, 2, 3, 4, 1),
-    (3840, 8192, 4): LaunchShape(128, 1, 3, 2, 12),
+    (1024, 8192, 4): LaunchShape(64, 1, 3, 2, 4),
+    (1024, 16384, 4): LaunchShape(64, 1, 3, 2, 4),
+    (1024, 262144, 4): LaunchShape(128, 1, 3, 4, 1),
+    (3840, 8192, 4): LaunchShape(64, 2, 2, 2, 10),
     (3840, 8704, 4): LaunchShape(64, 1, 3, 1, 10),
-    (3840, 15360, 4): LaunchShape(128, 1, 4, 2, 4),
+    (3840, 15360, 4): LaunchShape(64, 1, 3, 1, 6),
     (3840, 30720, 4): LaunchShape(128, 1, 5, 2, 2),
-    (3840, 262144, 4): LaunchShape(256, 2, 3, 4, 1),
+    (3840, 262144, 4): LaunchShape(128, 2, 3, 4, 1),
     (4096, 1024, 4): LaunchShape(64, 1, 3, 2, 32),
     (4096, 3840, 4): LaunchShape(64, 1, 3, 2, 13),
-    (5376, 16384, 4): LaunchShape(128, 1, 4, 2, 4),
+    (5376, 16384, 4): LaunchShape(128, 2, 3, 4, 3),
     (5376, 18432, 4): LaunchShape(256, 1, 4, 4, 5),
-    (5376, 43008, 4): LaunchShape(128, 1, 3, 2, 3),
+    (5376, 43008, 4): LaunchShape(128, 1, 2, 2, 3),
     (5376, 262144, 4): LaunchShape(256, 2, 3, 4, 1),
-    (7680, 1024, 4): LaunchShape(64, 1, 4, 2, 30),
-    (8192, 1024, 4): LaunchShape(64, 1, 4, 2, 32),
-    (8192, 3840, 4): LaunchShape(128, 1, 3, 2, 26),
-    (8192, 5376, 4): LaunchShape(128, 1, 3, 2, 26),
-    (10752, 1024, 4): LaunchShape(64, 1, 4, 2, 28),
-    (15360, 3840, 4): LaunchShape(128, 1, 4, 2, 18),
-    (16384, 1024, 4): LaunchShape(64, 1, 4, 2, 32),
+    (7680, 1024, 4): LaunchShape(64, 2, 3, 2, 30),
+    (8192, 1024, 4): LaunchShape(64, 2, 3, 2, 32),
+    (8192, 3840, 4): LaunchShape(64, 2, 2, 2, 22),
+    (8192, 5376, 4): LaunchShape(128, 2, 2, 2, 16),
+    (10752, 1024, 4): LaunchShape(64, 2, 3, 2, 28),
+    (15360, 3840, 4): LaunchShape(64, 1, 3, 1, 24),
+    (16384, 1024, 4): LaunchShape(64, 2, 3, 2, 32),
     (16384, 5376, 4): LaunchShape(256, 2, 3, 4, 12),
-    (21504, 5376, 4): LaunchShape(128, 1, 5, 2, 12),
-    (1024, 262144, 8): LaunchShape(128, 1, 4, 4, 1),
-    (3840, 8192, 8): LaunchShape(64, 1, 4, 2, 4),
+    (21504, 5376, 4): LaunchShape(64, 2, 3, 2, 9),
+    (1024, 262144, 8): LaunchShape(256, 1, 2, 4, 1),
+    (3840, 8192, 8): LaunchShape(128, 2, 2, 4, 10),
     (3840, 15360, 8): LaunchShape(128, 1, 4, 4, 3),
     (3840, 30720, 8): LaunchShape(256, 1, 3, 4, 2),
     (4096, 3840, 8): LaunchShape(64, 1, 4, 2, 8),
@@ -98,3 +114,12 @@ def _default(width: int, rows: int) -> LaunchShape:
 def even_split(groups: int, split: int) -> int:
     """The number of parts that remain when each gets ceil(groups / split) groups: no part is left empty."""
     return -(-groups // -(-groups // split))
+
+
+def even_room(programs: int, card: Card) -> int:
+    """Shared memory that each of a launch's programs asks for so that no multiprocessor takes more than its share of
+    them; bytes, a multiple of 128, 0 where a share is too small to be kept so."""
+    share = -(-programs // card.multiprocessors)
+    room = ((card.shared_bytes - SPARE_BYTES) // share - SYSTEM_BYTES) // 128 * 128
+    one_more = (share + 1) * (room + SYSTEM_BYTES)
+    return room if room > 0 and one_more > card.shared_bytes else 0

@@ -6,6 +6,9 @@ instructions; M reaches the mask of the store and nothing else. Per group of 64 
 with fp32 accumulation and integer q exact in the operand type: 4-bit codes as bf16 16 + q (the offset folds into the
 bias), 8-bit codes as fp16 q - 128 against activations that carry a power of two per group. K is split by the matrix's
 shape, and a consumer adds the partial sums in index order.
+
+The kernel here is written for the interpreter, which shows on any machine what is computed; on a GPU
+`kernels.qmv_ahead` does the same operations in the same order, so that the two agree on bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import qmv_ahead
 from kernels.jit import (
     GROUP,
     INTERPRETED,
@@ -27,34 +31,7 @@ from kernels.jit import (
 )
 from kernels.repack import PackedWeight
 from kernels.rows import Rows
-
-# A word holds eight codes: the even inputs' in bits 3..6 of its bytes, the odd ones' in the same bits of the word
-# rotated right by 4 (`kernels.repack` puts them there). A bf16 with upper byte 0x41 and lower byte 0x80 + 8q is 16 + q,
-# so two masks, a rotation and moving bytes are all that the conversion takes.
-_UNPACK_4 = tl.constexpr("""
-{
-.reg .b32 even, odd;
-lop3.b32 even, $4, 0x78787878, 0x80808080, 0xEA;
-shf.r.wrap.b32 odd, $4, $4, 4;
-lop3.b32 odd, odd, 0x78787878, 0x80808080, 0xEA;
-prmt.b32 $0, even, 0x41414141, 0x4140;
-prmt.b32 $1, even, 0x41414141, 0x4342;
-prmt.b32 $2, odd, 0x41414141, 0x4140;
-prmt.b32 $3, odd, 0x41414141, 0x4342;
-}
-""")
-
-# An fp16 with upper byte 0x64 and lower byte q is 1024 + q; adding -1152 leaves q - 128, exactly.
-_UNPACK_8 = tl.constexpr("""
-{
-.reg .b32 low, high, offset;
-mov.b32 offset, 0xE480E480;
-prmt.b32 low, $2, 0x64646464, 0x4140;
-prmt.b32 high, $2, 0x64646464, 0x4342;
-add.rn.f16x2 $0, low, offset;
-add.rn.f16x2 $1, high, offset;
-}
-""")
+from kernels.unpack import UNPACK_4, UNPACK_8
 
 
 def qmv(x: Rows, weight: PackedWeight, rows: int = SLOTS, out: Tensor | None = None) -> Tensor:
@@ -90,13 +67,22 @@ def _output(x: Rows, weight: PackedWeight, rows: int, out: Tensor | None) -> Ten
     return out
 
 
+def qmv_plain(x: Rows, weight: PackedWeight, rows: int = SLOTS, out: Tensor | None = None) -> Tensor:
+    """The same bytes as `qmv` from the kernel that the interpreter can run, wherever it runs."""
+    out = _output(x, weight, rows, out)
+    _launch_plain(x, weight, 0, rows, out)
+    return out
+
+
 def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) -> None:
+    (_launch_plain if INTERPRETED.value else qmv_ahead.launch)(x, weight, first, count, out)
+
+
+def _launch_plain(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) -> None:
     shape = weight.shape
     groups = weight.in_features // GROUP
     steps = -(-groups // shape.unroll)
-    part = -(-steps // shape.split) * shape.unroll
-    tiles = weight.codes.shape[0]
-    _qmv[(tiles, shape.split)](  # tiles first: neighbours share their part of x, and find it in the cache
+    _qmv[(weight.codes.shape[0], shape.split)](
         x.values,
         x.sums,
         x.scales,
@@ -107,7 +93,7 @@ def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) 
         count,
         weight.out_features,
         groups,
-        part,
+        -(-steps // shape.split) * shape.unroll,
         BITS=weight.bits,
         TILE=shape.tile,
         UNROLL=shape.unroll,
@@ -124,7 +110,7 @@ def _codes_4(packed, following):
         return ((packed >> 3) & 15).to(tl.float32) + 16.0, odd.to(tl.float32) + 16.0
     else:
         return tl.inline_asm_elementwise(
-            _UNPACK_4, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            UNPACK_4, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
 
 
@@ -134,7 +120,7 @@ def _codes_8(packed):
     if INTERPRETED:
         return packed.to(tl.float32) - 128.0
     else:
-        return tl.inline_asm_elementwise(_UNPACK_8, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(UNPACK_8, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit(do_not_specialize=["first", "count", "N", "groups", "part"])
@@ -197,8 +183,6 @@ def _qmv(
                     bias = tl.fma(scale, 128.0, bias)
                 acc = tl.fma(product, tl.broadcast_to(scale[:, None], (TILE, 8)), acc)
                 acc = tl.fma(tl.broadcast_to(bias[:, None], (TILE, 8)), tl.broadcast_to(sums[None, :], (TILE, 8)), acc)
-    # The next launch may start now: its programs wait for this one's stores before they read, and starting them
-    # earlier was slower, since they take room from programs that still stream.
     release_consumers()
     n = tile * TILE + row
     stored = (slot >= first) & (slot < first + count)

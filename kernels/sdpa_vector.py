@@ -96,12 +96,14 @@ def sdpa_vector_rows(
     scratch: Scratch | None = None,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
+    early: bool = False,
 ) -> Rows:
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
 
     `settled` as there. With `query_heads` q is the partial sums fp32 [split, 8, H * D] of the q product, and head norms
-    and RoPE happen here; the position must then be older than that product's launch, whatever `settled` says.
-    ValueError where the plan has blocks.
+    and RoPE happen here; the position must then be older than the launch before that product, whatever `settled` says.
+    `early`: the next launch's programs may start while the last one here runs (decision 8). ValueError where the plan
+    has blocks.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys, query_heads)
     if width % COMBINE_WIDTH:
@@ -114,7 +116,7 @@ def sdpa_vector_rows(
         )
     parts = (out.values, out.sums, out.scales)
     place = (position, rows, window, ring, 0, max_keys)
-    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads)
+    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads, early=early)
     return out
 
 
@@ -219,6 +221,7 @@ def _launch(
     *,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
+    early: bool = False,
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     groups, _, width = k.shape
@@ -278,6 +281,7 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
+        EARLY=early,
         **launch_options(q.device, 4),
     )
 

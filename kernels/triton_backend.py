@@ -154,13 +154,14 @@ def _attend(
     window: int | None,
     max_keys: int,
     following: Linear,
+    early: bool = False,
 ) -> Rows:
     bits, ring = following.operand.bits, kv.shape[2]
     place = position, rows, window, ring, max_keys
     if q.shape[2] % GROUP:
         out = sdpa_vector(q, kv[0], kv[1], *place, settled=True)
-        return pack_rows(out.view(MAX_ROWS, -1), bits, rows)
-    return sdpa_vector_rows(q, kv[0], kv[1], *place, bits, settled=True)
+        return pack_rows(out.view(MAX_ROWS, -1), bits, rows, early=early)
+    return sdpa_vector_rows(q, kv[0], kv[1], *place, bits, settled=True, early=early)
 
 
 def attend_sums(
@@ -320,6 +321,7 @@ ROW_WISE: dict[str, Callable[..., Any]] = {
     "join": _join,
     "enter": _enter,
     "heads": _heads,
+    "attend": _attend,
     "residual": _residual,
     "geglu": _geglu,
     "gated": _geglu_product,
@@ -327,7 +329,7 @@ ROW_WISE: dict[str, Callable[..., Any]] = {
 }
 """Ops whose last row-wise launch can let the next one start right after its wait (decision 8)."""
 
-EARLY = ("heads",)
+EARLY = "heads", "attend", "residual", "geglu"
 EARLY_IN_DRAFTS = "join_accepted", "join", "enter", "residual", "gated", "reuse"
 """Those that do: in classic and verify steps, and in a draft step's few programs."""
 

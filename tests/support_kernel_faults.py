@@ -59,17 +59,17 @@ def tile(x_ptr, w_ptr, out_ptr, M, K, N, ROWS: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit(do_not_specialize=["M", "K", "N"])
 def honest(x_ptr, w_ptr, out_ptr, M, K, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAULT: tl.constexpr):
     """The body as it should be launched: no runtime integer reaches the compiler."""
-    release_consumers()
     wait_for_producers()
     tile(x_ptr, w_ptr, out_ptr, M, K, N, ROWS, BLOCK, FAULT)
+    release_consumers()
 
 
 @triton.jit(do_not_specialize=["K", "N"])
 def specialized(x_ptr, w_ptr, out_ptr, M, K, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAULT: tl.constexpr):
     """Triton makes M = 1 a constant of its own accord."""
-    release_consumers()
     wait_for_producers()
     tile(x_ptr, w_ptr, out_ptr, M, K, N, ROWS, BLOCK, FAULT)
+    release_consumers()
 
 
 @triton.jit(do_not_specialize=["K", "N"])
@@ -77,9 +77,9 @@ def constant(
     x_ptr, w_ptr, out_ptr, M: tl.constexpr, K, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAULT: tl.constexpr
 ):
     """A binary for every M."""
-    release_consumers()
     wait_for_producers()
     tile(x_ptr, w_ptr, out_ptr, M, K, N, ROWS, BLOCK, FAULT)
+    release_consumers()
 
 
 def launch(
@@ -222,6 +222,8 @@ def gate_entries() -> list[Entry]:
         ),
         Entry("no kernel at all", lambda rows: None),
         Entry("few loads on their way", hesitates, {"_sum": Expect(loads_ahead=32)}),
-        entry("a late release", honest, expect=replace(plain, early=True)),
+        entry("a late release", honest, expect=replace(plain, release="early")),
+        entry("a release after the wait", honest, expect=replace(plain, release="first")),
+        entry("nothing asked for ahead", honest, expect=replace(plain, copies_ahead=1)),
         Entry("a release before the reads", hurries),
     ]

@@ -17,6 +17,10 @@ HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "synchronize")
 DOT_HOME = ("jit.py", "dot")
 """The one place that may call tl.dot: elsewhere fp32 operands could become tf32, or bf16 ones be interpreted wrong."""
 
+JITS = ("triton.jit", "gluon.jit", "jit")
+RELEASES_FIRST = ("_qmv_ahead",)
+"""Whose consumers may be placed before its wait: a product's, which are few and small (decision 15)."""
+
 Function = ast.FunctionDef
 
 
@@ -50,7 +54,7 @@ def _dotted(node: ast.expr) -> str:
 
 def _jitted(tree: ast.Module) -> Iterator[Function]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and any(_dotted(x) in ("triton.jit", "jit") for x in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any(_dotted(x) in JITS for x in node.decorator_list):
             yield node
 
 
@@ -87,7 +91,8 @@ def _body(name: str, function: Function) -> Iterator[tuple[int, str]]:
 
 
 def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:
-    """A wait once, and at most one release after it, both outside loops and conditions; nothing is stored before.
+    """A wait once, and at most one release, after it but in a product, both outside loops and conditions; before the
+    wait nothing is stored and no rows are read.
 
     A program that ends has released its consumers, so a kernel need not say so.
     """
@@ -99,7 +104,7 @@ def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:
         if name == "release_consumers":
             if calls and (len(calls) != 1 or len(top) != 1):
                 yield function.lineno, f"{name}() may be called once, outside loops and conditions: {len(calls)} found"
-            elif top and top[0] < waits:
+            elif top and top[0] < waits and function.name not in RELEASES_FIRST:
                 yield calls[0].lineno, f"{name}() before the wait: the next launch's programs would take up the card"
             continue
         if len(calls) != 1 or len(top) != 1:
@@ -109,7 +114,9 @@ def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:
         for node in (node for statement in statements[: top[0]] for node in ast.walk(statement)):
             if isinstance(node, ast.Return):
                 yield node.lineno, f"returns before {name}(): the order of launches is lost"
-            if isinstance(node, ast.Call) and _dotted(node) in ("tl.store", "store_rows"):
+            if isinstance(node, ast.Call) and _dotted(node) == "_copy_rows":
+                yield node.lineno, f"reads rows before {name}(): the launch that makes them may still run"
+            if isinstance(node, ast.Call) and _dotted(node) in ("tl.store", "gl.store", "store_rows"):
                 yield node.lineno, "stores before wait_for_producers(): an earlier launch may still read there"
 
 

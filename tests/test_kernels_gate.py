@@ -93,8 +93,8 @@ def test_every_launched_kernel_is_compiled(ours: dict[str, Any]) -> None:
     assert launched == {variant["kernel"] for variant in ours["variants"]}
 
 
-NOT_OF_THE_VERIFY_PATH = {"_stream"}
-"""Kernels that only measure."""
+NOT_OF_THE_VERIFY_PATH = {"_stream", "_qmv"}
+"""A kernel that only measures, and the product that the interpreter runs."""
 
 ONE_FAULT = {
     "M specialized by Triton": r"expected one variant over M = 1..8, found 2 \(M=1: M=1, .*; M=2,3,4,5,6,7,8: ROWS=8",
@@ -110,6 +110,8 @@ ONE_FAULT = {
     "few loads on their way": r"expected at least 32 loads before the first addition, found \d",
     "a late release": r"expected consumers released right after the wait, found later or not at all",
     "a release before the reads": r"expected consumers released later or not at all, found right after the wait",
+    "a release after the wait": r"expected consumers released before the wait, found later or not at all",
+    "nothing asked for ahead": r"expected at least 1 asynchronous copies before the wait, found 0",
     "a kernel that is not launched": r"expects other, which it never launches",
     "no kernel at all": r"launches no kernel",
 }
@@ -201,21 +203,24 @@ def test_a_listing_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "early"),
+    ("order", "release", "ahead"),
     [
-        ("LDG ACQBULK IADD3 PREEXIT LDG", True),
-        ("ACQBULK LDG PREEXIT", False),
-        ("ACQBULK LDGSTS PREEXIT", False),
-        ("ACQBULK LDG", False),
-        ("PREEXIT ACQBULK LDG", False),
-        ("LDG", False),
+        ("LDG ACQBULK IADD3 PREEXIT LDG", "early", 0),
+        ("ACQBULK LDG PREEXIT", "late", 0),
+        ("LDGSTS LDGSTS ACQBULK LDGSTS PREEXIT", "late", 2),
+        ("ACQBULK LDG", "late", 0),
+        ("PREEXIT IADD3 LDGSTS ACQBULK LDG", "first", 1),
+        ("PREEXIT LDG", "late", 0),
+        ("LDG", "late", 0),
     ],
 )
-def test_an_early_release_is_told_from_a_late_one(order: str, early: bool) -> None:
-    """Which of the two a kernel has decides how the next launch's programs are spread."""
+def test_releases_are_told_from_one_another(order: str, release: str, ahead: int) -> None:
+    """Which of them a kernel has decides how the next launch's programs are spread, and what it reads before its wait
+    whether its own have something to do meanwhile."""
     assert USAGE is not None
     lines = [f"/*{16 * at:04x}*/ {opcode} R2, R3 ;" for at, opcode in enumerate([*order.split(), "EXIT"])]
-    assert machine_code.figures(machine_code.parse("\n".join(lines)), USAGE, "", 0).early is early
+    code = machine_code.figures(machine_code.parse("\n".join(lines)), USAGE, "", 0)
+    assert (code.release, code.copies_ahead) == (release, ahead)
 
 
 def test_a_listing_without_loops() -> None:
@@ -257,6 +262,7 @@ BROKEN = {
         f"    release_consumers()\n{WAIT}\n    w = dot(w, w, w)",
         "release_consumers() before the wait",
     ),
+    "rows ahead of the wait": ("    w = tl.load(x_ptr)\n", "    _copy_rows(x_ptr)\n", "reads rows before wait_for_"),
     "no wait": (f"{WAIT}\n", "", "must be called once, outside loops and conditions: 0 found"),
     "a wait in a loop": (WAIT, f"    for _ in range(2):\n    {WAIT}", "must be called once, outside loops and cond"),
     "two waits": (WAIT, f"{WAIT}\n{WAIT}", "must be called once, outside loops and conditions: 2 found"),
@@ -270,6 +276,17 @@ BROKEN = {
     "a host sync": ("def call(x, rows):", "def call(x, rows):\n    rows = x.item()", "x.item() waits for the device"),
     "libdevice": ("dot(w", "tl.extra.cuda.libdevice.dot(w", "libdevice: does not run in the interpreter"),
 }
+
+
+def test_a_product_may_release_before_its_wait() -> None:
+    """It alone, and in Gluon too its wait is looked for: what it writes and where its rows come from is older."""
+    first = GOOD.replace("    release_consumers()\n", "").replace(
+        "    w = tl.load", "    release_consumers()\n    w = tl.load"
+    )
+    product = first.replace("_kernel", "_qmv_ahead").replace("@triton.jit", "@gluon.jit")
+    assert violations("good.py", product) == []
+    assert len(violations("good.py", first)) == 1
+    assert len(violations("good.py", product.replace(f"{WAIT}\n", ""))) == 1
 
 
 def test_a_program_without_work_may_end_after_the_wait() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not built for this platform")
 
 from engine.quantize import quantize, unpack
-from kernels.launch import TABLE, LaunchShape, even_split, launch_shape
-from kernels.qmv import qmv, qmv_rows
+from kernels.launch import CARDS, TABLE, Card, LaunchShape, even_room, even_split, launch_shape
+from kernels.qmv import qmv, qmv_plain, qmv_rows
 from kernels.repack import (
     PackedWeight,
     dequantize_packed,
@@ -191,6 +191,37 @@ def test_the_table_fits_its_matrices() -> None:
         check_shape(width, shape)
 
 
+@given(
+    programs=st.integers(1, 5000),
+    multiprocessors=st.sampled_from((20, 132, 170)),
+    shared=st.sampled_from((64 << 10, 100 << 10, 228 << 10)),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_multiprocessor_takes_more_than_its_share(programs: int, multiprocessors: int, shared: int) -> None:
+    """A share fits, beside a few small programs of the next launch, and one program more does not."""
+    card = Card(multiprocessors, shared)
+    room, share = even_room(programs, card), -(-programs // multiprocessors)
+    taken = room + 1024
+    assert room % 128 == 0
+    if room:
+        assert share * taken <= shared - 3 * 1024
+        assert (share + 1) * taken > shared
+    else:
+        assert share > 12  # so many that the next multiple of 128 bytes could not tell them apart
+
+
+def test_room_on_an_h200() -> None:
+    """The figures of decision 15, and that every tuned product can be spread evenly there: its own need is less."""
+    assert [even_room(count, CARDS[90]) for count in (1, 132, 133, 924)] == [229376, 229376, 114176, 31872]
+    crowded = []
+    for (width, rows, bits), shape in TABLE.items():
+        stored = {4: 36, 8: 68, 16: 128}[bits] * shape.tile + 1024
+        programs = -(-rows // shape.tile) * shape.split
+        if max(2, shape.stages) * shape.unroll * stored > even_room(programs, CARDS[90]):
+            crowded.append((width, rows, bits))
+    assert {rows for _, rows, _ in crowded} <= {262144}  # a head's programs come and go, more than a card holds at once
+
+
 def test_the_tuner_takes_any_matrix_by_name() -> None:
     """A drafter in bf16 has matrices that the table does not hold yet."""
     names = ("8192x5376-4bit", "1024x262144-16bit", "1000x64-4bit", "64x8-4bit", "0x64-4bit", "64x64-3bit", "64x64")
@@ -277,6 +308,7 @@ def test_gemma_matrices_on_a_gpu(key: tuple[int, int, int]) -> None:
     packed = pack_rows(x, bits)
     first = qmv(packed, weight)
     assert same_bytes(qmv_rows(packed, weight), first)
+    assert same_bytes(qmv_plain(packed, weight), first)  # what the interpreter shows holds here
     some = slice(0, min(rows, 4096))
     small = PackedWeight(*_first_tiles(weight, some.stop), some.stop, width, bits, weight.shape)
     exact = x.double() @ dequantize_packed(small).T

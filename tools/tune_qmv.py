@@ -16,13 +16,14 @@ import argparse
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
 
+from kernels.gate.record import Variant, recorded_launches
 from kernels.launch import GROUP, TABLE, LaunchShape, even_split, launch_shape
 from kernels.qmv import qmv
 from kernels.repack import PackedWeight
@@ -30,6 +31,9 @@ from kernels.rows import Rows, new_rows
 from kernels.stream import stream_read
 
 Matrix = tuple[int, int, int]
+MOST_PROGRAMS = 132 * 13
+"""Where K is split: about what fits a card at once."""
+
 ROTATED_BYTES = 1_050_000_000
 FORMS = {
     4: ((64, 1, 2), (128, 1, 2), (64, 1, 1), (256, 1, 4), (256, 2, 4), (128, 2, 2)),
@@ -64,11 +68,11 @@ def candidates(matrix: Matrix, wide: bool) -> Iterator[LaunchShape]:
         for split in range(1, 33):
             if (
                 even_split(steps, split) != split
-                or (split > 1 and tiles * split > 3200)
+                or (split > 1 and tiles * split > MOST_PROGRAMS)
                 or tiles * split < min(200, tiles * steps)
             ):
                 continue
-            for stages in (3, 4, 5) if unroll == 1 else (3, 4):
+            for stages in (2, 3, 4) if unroll == 1 else (2, 3):
                 yield LaunchShape(tile, unroll, stages, warps, split)
 
 
@@ -152,14 +156,27 @@ def stream_gb_per_s() -> float:
     return data.numel() * 4 / median_us(lambda: stream_read(data), 1, 9) / 1e3
 
 
-def compile_all(work: Sequence[tuple[Matrix, LaunchShape]]) -> None:
-    """Compile a share of the binaries; what differs between launches is tile, unroll, stages, warps and bits."""
-    for (_, _, bits), shape in work:
-        matrix = (GROUP * shape.unroll * 2, shape.tile, bits)
-        small = replace(shape, split=1)
-        codes = torch.zeros(shape.tile * GROUP * bits // 8 * shape.unroll * 2, dtype=torch.uint8, device="cuda")
-        scales = torch.zeros(shape.tile * shape.unroll * 2, dtype=torch.int32, device="cuda")
-        qmv(random_rows(matrix[0], bits), dummy_weight(matrix, small, codes, scales), 1)
+def compile_all(work: Sequence[tuple[Matrix, LaunchShape]], jobs: int) -> int:
+    """Compile what these launches need, in processes that know no GPU; how many binaries that is."""
+    global _VARIANTS
+    with recorded_launches(90) as launches:
+        for (width, rows, bits), shape in work:
+            groups, tiles = width // GROUP, -(-rows // shape.tile)
+            size = tiles * groups * shape.tile
+            codes = torch.empty(size * GROUP * bits // 8, dtype=torch.uint8)
+            weight = dummy_weight((width, rows, bits), shape, codes, torch.empty(size, dtype=torch.int32))
+            qmv(new_rows(width, bits, torch.device("cpu")), weight, 1)
+    _VARIANTS = list({id(variant): variant for variant in launches}.values())
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        list(pool.map(_compile, range(len(_VARIANTS)), chunksize=4))
+    return len(_VARIANTS)
+
+
+_VARIANTS: list[Variant] = []
+
+
+def _compile(index: int) -> None:
+    _VARIANTS[index].compile(90)
 
 
 def tune(memory: Memory, matrix: Matrix, wide: bool, flat: float, ceiling: float) -> None:
@@ -204,13 +221,10 @@ def main() -> int:
         print(f"tune_qmv: no matrix: {', '.join(unknown)}; expected {wanted}", file=sys.stderr)
         return 2
     matrices = [matrix for name in args.only if (matrix := matrix_of(name))] or list(TABLE)
-    work = list(
-        {
-            (m[2], s.tile, s.unroll, s.stages, s.warps): (m, s) for m in matrices for s in candidates(m, args.wide)
-        }.values()
-    )
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_all, [work[i :: args.jobs] for i in range(args.jobs)]))
+    work = [(matrix, shape) for matrix in matrices for shape in candidates(matrix, args.wide)]
+    began = time.perf_counter()
+    count = compile_all(work, args.jobs)
+    print(f"{count} binaries for {len(work)} candidates in {time.perf_counter() - began:.0f} s", flush=True)
     memory = Memory(max(k * n * bits // 8 for k, n, bits in matrices))
     ceiling = stream_gb_per_s()
     print(f"read-only stream {ceiling:.0f} GB/s")

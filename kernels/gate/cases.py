@@ -29,7 +29,7 @@ from kernels import (
     sdpa_vector,
 )
 from kernels.gate import qwen35
-from kernels.gate.entry import Entry, Expect, product
+from kernels.gate.entry import PRODUCT, Entry, Expect, Release, product
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import TABLE, LaunchShape, launch_shape
 from kernels.repack import PackedWeight
@@ -42,7 +42,6 @@ EPS = 1e-6
 SPLIT = 4
 GATED = Expect(mma="HMMA", rows=SLOTS, per_weight=3.0)
 """GeGLU over all threads of a program of four warps; where each warp makes all of it, a weight costs 6.2 to 6.6."""
-UNTUNED = Expect(mma="HMMA", rows=SLOTS)
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
 SPLIT_PLAN = Plan(64, 512, 64, 4, 3, block=64, step=64, part=128)
 """A plan whose blocks keep their own maxima, as the default plans of shapes that nobody tuned."""
@@ -117,11 +116,11 @@ def _products() -> Iterator[Entry]:
     bf16 drafter's `down` on gate_up's sums."""
     for (width, features, bits), shape in TABLE.items():
         call = partial(_multiply, width, features, bits, shape)
-        yield Entry(f"qmv {width}x{features} {bits} bits", call, {"_qmv": product(bits)})
+        yield Entry(f"qmv {width}x{features} {bits} bits", call, {"_qmv_ahead": product(bits)})
     for width, features, bits in ((256, 512, 4), (4096, 4096, 4), (256, 512, 8), (3840, 15360, 16)):
         shape = launch_shape(width, features, bits)
         call = partial(_multiply, width, features, bits, shape)
-        yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv": UNTUNED})
+        yield Entry(f"qmv default {width}x{features} {bits} bits", call, {"_qmv_ahead": PRODUCT})
     width, features = GEOMETRIES[-1].inner, GEOMETRIES[-1].hidden
     call = partial(_multiply_gated, width, features, launch_shape(width, features, 16))
     yield Entry(f"gated_qmv {width}x{features} 16 bits", call, {"_gated_qmv": GATED})
@@ -149,18 +148,23 @@ def _multiply_gated(width: int, features: int, shape: LaunchShape, m: int) -> No
 
 
 def _row_ops() -> Iterator[Entry]:
-    """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax."""
+    """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax; a target's as its steps launch
+    them, a drafter's in the form that starts nothing early."""
     for model in GEOMETRIES:
+        early = not model.name.startswith("drafter")
+        release: Release = "early" if early else "late"
         yield Entry(f"{model.name} norm_rows", partial(_norm, model))
+        expects = {"_residual_norm_rows": Expect(loads_ahead=model.split, release=release)}
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
-            expects = {"_residual_norm_rows": Expect(loads_ahead=model.split)}
-            yield Entry(f"{model.name} residual_norm_rows to {what}", partial(_residual, model, bits), expects)
-        yield Entry(f"{model.name} last residual", partial(_residual, model, None))
+            call = partial(_residual, model, bits, early=early)
+            yield Entry(f"{model.name} residual_norm_rows to {what}", call, expects)
+        call = partial(_residual, model, None, early=early)
+        yield Entry(f"{model.name} last residual", call, {"_residual_norm_rows": Expect(release=release)})
         for layer in model.layers:
-            early = layer.kv_heads > 0  # a drafter's are few, and made in attention where it can
-            call = partial(_head_norms, layer, early=early)
-            yield Entry(f"{model.name} {layer.name} head_norms_rope", call, {"_head_norms_rope": Expect(early=early)})
-        yield Entry(f"{model.name} geglu_rows", partial(_geglu_rows, model))
+            call, expects = partial(_head_norms, layer, early=early), {"_head_norms_rope": Expect(release=release)}
+            yield Entry(f"{model.name} {layer.name} head_norms_rope", call, expects)
+        call = partial(_geglu_rows, model, early=early)
+        yield Entry(f"{model.name} geglu_rows", call, {"_geglu_rows": Expect(release=release)})
     model = GEOMETRIES[0]
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
@@ -189,7 +193,7 @@ def _draft_ops() -> Iterator[Entry]:
 
 
 def _early_ops() -> Iterator[Entry]:
-    """What a draft step launches in the form that lets the next launch start early, and a verify step does not."""
+    """What a draft step launches in the form that lets the next launch start early."""
     model, drafter = GEOMETRIES[0], GEOMETRIES[-1]
     split = launch_shape(2 * model.hidden, drafter.hidden, 4).split
     calls: list[tuple[str, str, Callable[..., None], Expect]] = [
@@ -211,7 +215,7 @@ def _early_ops() -> Iterator[Entry]:
         ("pack_rows", "_pack", partial(_pack, drafter, 4), Expect()),
     ]
     for name, kernel, call, expect in calls:
-        yield Entry(f"{name}, early", partial(call, early=True), {kernel: replace(expect, early=True)})
+        yield Entry(f"{name}, early", partial(call, early=True), {kernel: replace(expect, release="early")})
 
 
 def _ids() -> Tensor:
@@ -336,6 +340,7 @@ def _attention() -> Iterator[Entry]:
                 expects = SLIDING_ATTENTION if layer.window else FULL_ATTENTION
                 yield Entry(f"{model.name} {layer.name} attention", partial(_attend, layer, None), expects)
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
+                expects = {**expects, "combine": Expect(release="early")}
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
     for model, bits in zip(GEOMETRIES[:-1], (4, 16), strict=True):
         layer, name = model.layers[0], f"{model.name} drafter's sliding attention from sums"
@@ -354,7 +359,8 @@ def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None
         if bits is None:
             sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan, settled=True)
         else:
-            sdpa_vector.sdpa_vector_rows(q, cache, cache, position(), m, layer.window, ring, keys, bits, settled=True)
+            place = position(), m, layer.window, ring, keys
+            sdpa_vector.sdpa_vector_rows(q, cache, cache, *place, bits, settled=True, early=True)
 
 
 def _attend_sums(layer: Attention, split: int, bits: int, m: int) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Release = Literal["first", "early", "late"]
+"""When a kernel lets the next launch's programs start (decisions 8 and 15): before its wait, right after it, or when
+its work is done."""
 
 INSTRUCTIONS_PER_WEIGHT = {4: 2.8, 8: 4.5, 16: 2.0}
 """Most lane-instructions a weight of so many bits may cost in a product's main loop.
@@ -21,19 +26,26 @@ class Expect:
     rows: columns of the product's second operand, the activation rows; None where a kernel has no such limit.
     per_weight: most lane-instructions of the main loop per weight; None where no weights are read.
     loads_ahead: fewest loads that a thread has on their way before it adds the first two; None where it reads little.
-    early: whether the next launch's programs may start before this kernel reads what the last one wrote (decision 8).
+    copies_ahead: fewest asynchronous copies that a thread has on their way before it waits for the launch before.
+    release: when the next launch's programs may start.
     """
 
     mma: str = "none"
     rows: int | None = None
     per_weight: float | None = None
     loads_ahead: int | None = None
-    early: bool = False
+    copies_ahead: int = 0
+    release: Release = "late"
+
+
+PRODUCT = Expect(mma="HMMA", rows=8, copies_ahead=1, release="first")
+"""A product of any shape, tuned or not."""
 
 
 def product(bits: int) -> Expect:
-    """A quantized product: weights as the m16 operand, 8 rows as the n8 operand, few instructions per weight."""
-    return Expect(mma="HMMA", rows=8, per_weight=INSTRUCTIONS_PER_WEIGHT[bits])
+    """A quantized product: weights as the m16 operand, 8 rows as the n8 operand, few instructions per weight; the first
+    weights are asked for before the wait, and the next launch may start before it."""
+    return replace(PRODUCT, per_weight=INSTRUCTIONS_PER_WEIGHT[bits])
 
 
 @dataclass(frozen=True)

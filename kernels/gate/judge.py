@@ -20,6 +20,10 @@ SHARED_BYTES = {90: 232448, 120: 101376}
 """Shared memory a program may have, by architecture."""
 
 
+WHEN = {"first": "before the wait", "early": "right after the wait", "late": "later or not at all"}
+"""The words for each release."""
+
+
 @dataclass
 class Binary:
     """One variant of a kernel, what each entry that runs it expects, and what its code shows or why there is none."""
@@ -163,8 +167,9 @@ def _demands(binary: Binary, code: MachineCode, expect: Expect, arch: int) -> It
     if expect.loads_ahead is not None:
         fits = code.loads_ahead >= expect.loads_ahead
         yield fits, f"at least {expect.loads_ahead} loads before the first addition", code.loads_ahead
-    when = {True: "right after the wait", False: "later or not at all"}
-    yield code.early == expect.early, f"consumers released {when[expect.early]}", when[code.early]
+    fits = code.copies_ahead >= expect.copies_ahead
+    yield fits, f"at least {expect.copies_ahead} asynchronous copies before the wait", code.copies_ahead
+    yield code.release == expect.release, f"consumers released {WHEN[expect.release]}", WHEN[code.release]
 
 
 def _mma_fits(code: MachineCode, expect: Expect) -> bool:

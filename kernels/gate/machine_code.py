@@ -13,6 +13,8 @@ from typing import Any
 
 import triton
 
+from kernels.gate.entry import Release
+
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z0-9_.]+)([^;]*);")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _DOT = re.compile(
@@ -52,8 +54,8 @@ class MachineCode:
     loop_*: the main loop, one pass of its body. per_weight: lane-instructions per weight of a product whose rows are
     one n8 operand, so that each m16n8k16 step consumes 256 weights of its warp; None without a loop of such steps.
     dots: (rows of the second operand, operand type) of every product in Triton's own intermediate form. loads_ahead:
-    loads of global memory before the first addition, so those that are on their way at once. early: whether consumers
-    are released after the wait with no load in between.
+    loads of global memory before the first addition, so those that are on their way at once. copies_ahead: asynchronous
+    copies before the wait. release: when consumers are released; early is after the wait with no load in between.
     """
 
     mma: tuple[str, ...]
@@ -70,7 +72,8 @@ class MachineCode:
     loop_plain_loads: int
     per_weight: float | None
     loads_ahead: int
-    early: bool
+    copies_ahead: int
+    release: Release
     float_sequence: str
 
 
@@ -108,10 +111,12 @@ def _weights_per_step(instruction: Instruction) -> int:
     return 256 if ".16816" in instruction.opcode else 128 if ".1688" in instruction.opcode else 0
 
 
-def _releases_early(instructions: list[Instruction]) -> bool:
-    """Whether the trigger, PREEXIT, is the next after the wait, ACQBULK, of these and loads."""
+def _release(instructions: list[Instruction]) -> Release:
+    """Where the trigger, PREEXIT, stands among the wait, ACQBULK, and the loads."""
     marks = [x.base for x in instructions if x.base in ("ACQBULK", "PREEXIT", "LDG", "LDGSTS")]
-    return ("ACQBULK", "PREEXIT") in itertools.pairwise(marks)
+    if "PREEXIT" in itertools.takewhile(lambda mark: mark != "ACQBULK", marks):
+        return "first" if "ACQBULK" in marks else "late"
+    return "early" if ("ACQBULK", "PREEXIT") in itertools.pairwise(marks) else "late"
 
 
 def _is_float_atomic(instruction: Instruction) -> bool:
@@ -150,6 +155,7 @@ def figures(instructions: list[Instruction], usage: re.Match[str], ttgir: str, s
         loop_plain_loads=sum(x.base == "LDG" for x in loop),
         per_weight=round(len(loop) * 32 / weights, 3) if weights else None,
         loads_ahead=sum(x.base == "LDG" for x in itertools.takewhile(lambda x: x.base != "FADD", instructions)),
-        early=_releases_early(instructions),
+        copies_ahead=sum(x.base == "LDGSTS" for x in itertools.takewhile(lambda x: x.base != "ACQBULK", instructions)),
+        release=_release(instructions),
         float_sequence=hashlib.sha256(floats.encode()).hexdigest()[:16],
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import Linear
 from kernels.argmax import argmax
 from kernels.embed import dense_rows
-from kernels.gate.entry import Entry, Expect
+from kernels.gate.entry import PRODUCT, Entry, Expect
 from kernels.jit import GROUP, SLOTS
 from kernels.launch import launch_shape
 from kernels.repack import PackedWeight
@@ -32,7 +32,7 @@ TARGET = ((2560, 12352), (4096, 2560), (2560, 10240), (2560, 18432), (9216, 2560
 DRAFTER = ((12800, 2560), (2560, 4096), (2560, 2048), (4096, 2560), (2560, 18432), (9216, 2560))
 """(K, N) of the bf16 matrices: five tapped layers joined, q, k and v, an output, the MLP."""
 
-PRODUCT = {"_qmv": Expect(mma="HMMA", rows=SLOTS)}
+PRODUCTS = {"_qmv_ahead": PRODUCT}
 ATTENTION = {"scores_of": Expect(mma="any"), "values_of": Expect(mma="any")}
 
 
@@ -41,7 +41,7 @@ def entries() -> Iterator[Entry]:
     for bits, matrices in ((4, TARGET), (16, DRAFTER)):
         for width, features in matrices:
             name = f"qwen35 linear {width}x{features} {bits} bits"
-            yield Entry(name, partial(_linear, matrix(width, features, bits)), PRODUCT)
+            yield Entry(name, partial(_linear, matrix(width, features, bits)), PRODUCTS)
     yield Entry("qwen35 embed", partial(_embed, matrix(HIDDEN, VOCABULARY, 4)))
     for bits in (4, 16):
         yield Entry(f"qwen35 prefill {bits} bits", partial(_dense, matrix(HIDDEN, 4096, bits)))

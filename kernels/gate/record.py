@@ -13,7 +13,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 
@@ -54,7 +54,7 @@ class Variant:
 
     def compile(self, arch: int) -> CompiledKernel:
         """Compile for an architecture, 90 for sm_90; nothing is loaded."""
-        source = ASTSource(self.fn, self.signature, self.constants, self.attributes)
+        source = self.fn.ASTSource(self.fn, self.signature, self.constants, self.attributes)
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(self.options.__dict__))
 
     def describe(self) -> str:
