@@ -62,8 +62,8 @@ def check_operand(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int | N
 @triton.jit
 def wait_for_producers():
     """Wait until every earlier launch has finished and its writes are visible. Every program calls it once, before
-    its first read of what the launch before wrote and before its first write; what was written before that launch was
-    placed is there already."""
+    its first read of what the launch before wrote and before its first write; `release_consumers` says what is there
+    already."""
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
 
@@ -72,7 +72,8 @@ def wait_for_producers():
 def release_consumers(now: tl.constexpr = True):
     """Let the next launch's programs start once every program here has said so or ended; not `now`: once all ended.
 
-    Always after the wait, so that a launch may read before its own wait what was written before the one it follows.
+    After the wait, but for products, which come between launches that do so (decision 15): a launch may read before its
+    own wait what was written before the one it follows, and behind a product what was written before the one before it.
     """
     if now and not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()

@@ -314,7 +314,7 @@ LATE = FusedOps(
     settle=write_best,
     pick_screened=_pick_screened,
 )
-"""No launch lets the next one start before its own end or its loop's."""
+"""No launch but a product's lets the next one start before its own end or its loop's."""
 
 ROW_WISE: dict[str, Callable[..., Any]] = {
     "join_accepted": _join_accepted,
@@ -327,7 +327,7 @@ ROW_WISE: dict[str, Callable[..., Any]] = {
     "gated": _geglu_product,
     "reuse": _reuse,
 }
-"""Ops whose last row-wise launch can let the next one start right after its wait (decision 8)."""
+"""Ops whose last row-wise launch can let the next one start right after its wait (decisions 8 and 15)."""
 
 EARLY = "heads", "attend", "residual", "geglu"
 EARLY_IN_DRAFTS = "join_accepted", "join", "enter", "residual", "gated", "reuse"

@@ -143,6 +143,19 @@ def test_figures_are_read_from_the_code(faults: dict[str, Any]) -> None:
     assert (honest["local_bytes"], honest["float_atomics"]) == (0, 0)
 
 
+def test_the_tuner_compiles_without_a_gpu() -> None:
+    """Before it times anything: one binary for each tile and room, shared by matrices that differ in K alone."""
+    code = """
+from kernels.launch import LaunchShape
+from tools.tune_qmv import compile_all
+shapes = [LaunchShape(64, 1, 2, 2, 4), LaunchShape(64, 1, 2, 2, 8)]
+print(compile_all([((width, 1024, 4), shape) for width in (1024, 2048) for shape in shapes], 2))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout == "1\n", done.stderr  # 64 or 128 programs: one to a multiprocessor either way
+
+
 def test_the_interpreter_is_refused() -> None:
     """Under TRITON_INTERPRET nothing would be compiled, and every check would pass."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
