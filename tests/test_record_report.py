@@ -245,6 +245,21 @@ def test_the_readme_shows_the_newest_record_of_each_spec(tmp_path: Path) -> None
     assert readme.read_text(encoding="utf-8") == text
 
 
+def test_a_partial_record_does_not_replace_a_complete_one_in_the_readme(tmp_path: Path) -> None:
+    """A run that was stopped before its last case would hide what that case said the time before."""
+    out, readme = tmp_path / "docs" / "benchmark_results", tmp_path / "README.md"
+    readme.write_text("<!-- BEGIN generated: results -->\n<!-- END generated: results -->\n", encoding="utf-8")
+    stopped = [support.killed_lines()[0].model_copy(update={"started_utc": "2026-12-05T08:00:00Z"})]
+    support.write_record(out, [*stopped, *support.killed_lines()[1:]], finish=False)
+    regenerate_all(out)
+    assert "partial record" in readme.read_text(encoding="utf-8")  # nothing else is there
+    support.write_record(out, support.run_lines(support.SCENARIOS["differs"]))
+    text = readme.read_text(encoding="utf-8")
+    assert "| none: tokens differ |" in text
+    assert "partial record" not in text
+    assert check_all(out) == []
+
+
 def test_a_readme_without_the_block_is_left_alone(tmp_path: Path) -> None:
     """Not every README wants a table."""
     readme = tmp_path / "README.md"

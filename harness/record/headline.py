@@ -1,4 +1,6 @@
-"""The results table of the project's README: the newest record of each spec, between markers.
+"""The results table of the project's README: the newest complete record of each spec, between markers.
+
+A partial record has not asked every question: it never takes the place of one that has, whose answers may be worse.
 
 Only a README that already has the block is touched, and nothing in it but that block.
 """
@@ -76,9 +78,14 @@ def _newest(out: Path) -> list[tuple[str, Record]]:
         except (OSError, ValidationError):
             continue  # not rendered, or of another format: `harness report` renders it
         known = found.get(record.spec_name)
-        if known is None or (record.started_utc, len(folder.name)) >= (known[1].started_utc, len(known[0])):
+        if known is None or _rank(folder.name, record) >= _rank(*known):
             found[record.spec_name] = (folder.name, record)
     return [found[name] for name in sorted(found)]
+
+
+def _rank(stem: str, record: Record) -> tuple[bool, str, int]:
+    """What the later of two records is told by; complete ones come after all others."""
+    return record.complete, record.started_utc, len(stem)
 
 
 def _acceptance(arms: Iterable[ArmFigures]) -> str:
