@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kernels import qmv_ahead
 from kernels.jit import (
-    GROUP,
     INTERPRETED,
     SLOTS,
     check_operand,
@@ -80,20 +79,8 @@ def _launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) 
 
 def _launch_plain(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) -> None:
     shape = weight.shape
-    groups = weight.in_features // GROUP
-    steps = -(-groups // shape.unroll)
-    _qmv[(weight.codes.shape[0], shape.split)](
-        x.values,
-        x.sums,
-        x.scales,
-        weight.codes,
-        weight.scales,
-        out,
-        first,
-        count,
-        weight.out_features,
-        groups,
-        -(-steps // shape.split) * shape.unroll,
+    _qmv[qmv_ahead.grid_of(weight)](
+        *qmv_ahead.operands(x, weight, first, count, out),
         BITS=weight.bits,
         TILE=shape.tile,
         UNROLL=shape.unroll,

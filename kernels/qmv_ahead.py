@@ -34,38 +34,41 @@ AHEAD = gl.constexpr(1)
 
 
 def launch(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) -> None:
-    """Rows first.. first + count of `kernels.qmv.qmv`, into out fp32 [split, 8, N]."""
-    shape = weight.shape
-    groups = weight.in_features // GROUP
-    steps = -(-groups // shape.unroll)
-    tiles = weight.codes.shape[0]
-    _qmv_ahead[(tiles, shape.split)](  # tiles first: neighbours share their part of x, and find it in the cache
-        x.values,
-        x.sums,
-        x.scales,
-        weight.codes,
-        weight.scales,
-        out,
-        first,
-        count,
-        weight.out_features,
-        groups,
-        -(-steps // shape.split) * shape.unroll,
+    """Rows `first` to `first + count` of `kernels.qmv.qmv`, into out fp32 [split, 8, N]."""
+    shape, grid = weight.shape, grid_of(weight)
+    _qmv_ahead[grid](
+        *operands(x, weight, first, count, out),
         BITS=weight.bits,
         TILE=shape.tile,
         UNROLL=shape.unroll,
         STAGES=max(2, shape.stages),
-        ROOM=even_room(tiles * shape.split, card_of(x.values.device)),
+        ROOM=even_room(grid[0] * grid[1], card_of(x.values.device)),
         **launch_options(x.values.device, shape.warps),
     )
 
 
-@functools.cache
+def grid_of(weight: PackedWeight) -> tuple[int, int]:
+    """Programs: tiles and shares of K, tiles first: neighbours share their part of x, and find it in the cache."""
+    return weight.codes.shape[0], weight.shape.split
+
+
+def operands(x: Rows, weight: PackedWeight, first: int, count: int, out: Tensor) -> tuple[Tensor | int, ...]:
+    """What a product's kernel takes before its constants; the last is the groups of K in a share."""
+    groups, unroll = weight.in_features // GROUP, weight.shape.unroll
+    part = triton.cdiv(triton.cdiv(groups, unroll), weight.shape.split) * unroll
+    rows = x.values, x.sums, x.scales
+    return *rows, weight.codes, weight.scales, out, first, count, weight.out_features, groups, part
+
+
 def card_of(device: torch.device) -> Card:
-    """The card behind a device; for tensors that are on none, what the compiler is asked to build for."""
-    if device.type != "cuda":
-        target = triton.runtime.driver.active.get_current_target()
-        return CARDS.get(target.arch, CARDS[90])
+    """The card behind a device; for tensors that are on none, one that the compiler is asked to build for."""
+    if device.type == "cuda":
+        return _card(device)
+    return CARDS.get(triton.runtime.driver.active.get_current_target().arch, CARDS[90])
+
+
+@functools.cache
+def _card(device: torch.device) -> Card:
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_multiprocessor", CARDS[90].shared_bytes)
     return Card(found.multi_processor_count, shared)
