@@ -49,11 +49,13 @@ def draw(data: str) -> Any:
     """The figure from its data as JSON."""
     found = json.loads(data)
     figure, axes = new_figure(4.2)
-    others = 0
+    peers: list[str] = []
     for place, series in enumerate(found["series"]):
         ours = series["label"].startswith(OURS)
-        color = DOT if ours else OTHERS[others % len(OTHERS)]
-        others += not ours
+        program = series["label"].partition(",")[0]
+        if not ours and program not in peers:
+            peers.append(program)
+        color = DOT if ours else OTHERS[peers.index(program) % len(OTHERS)]
         xs, ys = zip(*series["points"], strict=True)
         style: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "markersize": 6 if ours else 4}
         hollow = "8 bits" in series["label"]
@@ -80,11 +82,13 @@ def draw(data: str) -> Any:
             fontsize=8,
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
     axes.set_xlabel("size of the matrix as our kernel reads it, MB", color=INK)
     axes.set_ylabel("GB/s at M = 1, own bytes", color=INK)
-    legend = axes.legend(frameon=False, fontsize=8, ncols=2)
+    # Above the axes: inside there is no corner that neither curves nor the stream's line cross.
+    legend = axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     for text in legend.get_texts():
         text.set_color(INK)
     return figure
