@@ -128,7 +128,7 @@ def test_products_are_close_to_float64(width: int, rows: int, shape: LaunchShape
 @pytest.mark.parametrize("bits", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_rows_keep_their_bytes(bits: int) -> None:
     """The row contract: any M, any slot, NaN next door, in one launch and in a launch per row."""
-    width, rows, shape = 128, 40, LaunchShape(32, 1, 2, 1, 2)
+    width, rows, shape = 128, 40, LaunchShape(64, 1, 2, 1, 2)
     weight, x = random_weight(width, rows, bits, shape), random_rows(width)
     assert row_difference(product(weight), [x]) is None
     alone = product(weight, qmv_rows)
