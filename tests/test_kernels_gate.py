@@ -93,6 +93,27 @@ def test_every_launched_kernel_is_compiled(ours: dict[str, Any]) -> None:
     assert launched == {variant["kernel"] for variant in ours["variants"]}
 
 
+def test_products_ask_for_room_that_spreads_them_evenly(ours: dict[str, Any]) -> None:
+    """The constant alone spreads nothing: the binary has to ask for that much, and only a head's for more."""
+    found = [x for x in ours["variants"] if x["kernel"] == "_qmv_ahead"]
+    rooms = [(int(room[1]), x) for x in found if (room := re.search(r"ROOM=(\d+)", x["variant"]))]
+    assert len(rooms) == len(found) >= 20
+    for room, variant in rooms:
+        assert variant["shared_bytes"] >= room
+        assert variant["shared_bytes"] == room or all("x262144" in name for name in variant["entries"]), variant
+
+
+def test_both_forms_of_the_product_do_the_same_operations() -> None:
+    """What the interpreter shows is said of `kernels.qmv` alone, and bytes are compared on a GPU: without this, a term
+    that only one form has would pass on every machine without one."""
+    report = finish(start_gate("--module", "support_kernel_twins"), 0)
+    floats = {variant["entries"][0]: variant["loop_floats"] for variant in report["variants"]}
+    assert len(floats) == 6
+    for bits in (4, 8, 16):
+        assert floats[f"ahead {bits}"] == floats[f"plain {bits}"], bits
+        assert any(name.startswith("HMMA") for name, _ in floats[f"ahead {bits}"])
+
+
 NOT_OF_THE_VERIFY_PATH = {"_stream", "_qmv"}
 """A kernel that only measures, and the product that the interpreter runs."""
 
@@ -209,6 +230,7 @@ def test_a_listing_is_read() -> None:
     assert USAGE is not None
     code = machine_code.figures(machine_code.parse(LISTING), USAGE, DOT_IR, 1024)
     assert (code.loop_instructions, code.loop_mma, code.loop_plain_loads, code.per_weight) == (4, 1, 0, 0.5)
+    assert code.loop_floats == (("FFMA", 1), ("HMMA.16816.F32.BF16", 1))
     assert code.loads_ahead == 1
     assert (code.float_atomics, code.spill_instructions, code.local_bytes) == (1, 1, 24)
     assert (code.async_copies, code.registers, code.mma) == (1, 40, ("HMMA",))

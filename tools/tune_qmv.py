@@ -1,6 +1,6 @@
 """Measures launch shapes of `qmv` on a GPU and prints rows for the table in `kernels/launch.py`.
 
-    python -m tools.tune_qmv                                  # every matrix of the table, about a second each
+    python -m tools.tune_qmv                                  # every matrix of the table, some seconds each
     python -m tools.tune_qmv --only 8192x5376-4bit --wide     # one matrix, more candidates
     python -m tools.tune_qmv --only 1024x262144-16bit         # one that is not in the table yet
 

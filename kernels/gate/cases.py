@@ -35,11 +35,14 @@ from kernels.launch import TABLE, LaunchShape, launch_shape
 from kernels.repack import PackedWeight
 from kernels.sdpa_plan import Plan
 from kernels.sdpa_queries import QueryHeads
+from kernels.triton_backend import EARLY
 
 WINDOW, RING, MAX_KEYS = 1024, 1031, 8192
 VOCABULARY = 262144
 EPS = 1e-6
 SPLIT = 4
+PLAIN = Expect()
+WHEN: dict[bool, Release] = {True: "early", False: "late"}
 GATED = Expect(mma="HMMA", rows=SLOTS, per_weight=3.0)
 """GeGLU over all threads of a program of four warps; where each warp makes all of it, a weight costs 6.2 to 6.6."""
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
@@ -151,20 +154,16 @@ def _row_ops() -> Iterator[Entry]:
     """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax; a target's as its steps launch
     them, a drafter's in the form that starts nothing early."""
     for model in GEOMETRIES:
-        early = not model.name.startswith("drafter")
-        release: Release = "early" if early else "late"
         yield Entry(f"{model.name} norm_rows", partial(_norm, model))
-        expects = {"_residual_norm_rows": Expect(loads_ahead=model.split, release=release)}
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
-            call = partial(_residual, model, bits, early=early)
-            yield Entry(f"{model.name} residual_norm_rows to {what}", call, expects)
-        call = partial(_residual, model, None, early=early)
-        yield Entry(f"{model.name} last residual", call, {"_residual_norm_rows": Expect(release=release)})
+            call = partial(_residual, model, bits)
+            name = f"residual_norm_rows to {what}"
+            yield _in_steps(model, name, "residual", "_residual_norm_rows", call, Expect(loads_ahead=model.split))
+        yield _in_steps(model, "last residual", "residual", "_residual_norm_rows", partial(_residual, model, None))
         for layer in model.layers:
-            call, expects = partial(_head_norms, layer, early=early), {"_head_norms_rope": Expect(release=release)}
-            yield Entry(f"{model.name} {layer.name} head_norms_rope", call, expects)
-        call = partial(_geglu_rows, model, early=early)
-        yield Entry(f"{model.name} geglu_rows", call, {"_geglu_rows": Expect(release=release)})
+            name, call = f"{layer.name} head_norms_rope", partial(_head_norms, layer)
+            yield _in_steps(model, name, "heads", "_head_norms_rope", call)
+        yield _in_steps(model, "geglu_rows", "geglu", "_geglu_rows", partial(_geglu_rows, model))
     model = GEOMETRIES[0]
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
@@ -172,6 +171,14 @@ def _row_ops() -> Iterator[Entry]:
         yield Entry(f"embed_rows {bits} bits", partial(_embed, model, bits))
     yield Entry("head_argmax capped", partial(_head_argmax, 30.0))
     yield Entry("head_argmax plain", partial(_head_argmax, None))
+
+
+def _in_steps(
+    model: Geometry, name: str, op: str, kernel: str, call: Callable[..., None], expect: Expect = PLAIN
+) -> Entry:
+    """An op's launch as classic and verify steps of a target make it."""
+    early = model.name != "drafter" and op in EARLY
+    return Entry(f"{model.name} {name}", partial(call, early=early), {kernel: replace(expect, release=WHEN[early])})
 
 
 def _draft_ops() -> Iterator[Entry]:
@@ -340,7 +347,7 @@ def _attention() -> Iterator[Entry]:
                 expects = SLIDING_ATTENTION if layer.window else FULL_ATTENTION
                 yield Entry(f"{model.name} {layer.name} attention", partial(_attend, layer, None), expects)
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
-                expects = {**expects, "combine": Expect(release="early")}
+                expects = {**expects, "combine": Expect(release=WHEN["attend" in EARLY])}
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
     for model, bits in zip(GEOMETRIES[:-1], (4, 16), strict=True):
         layer, name = model.layers[0], f"{model.name} drafter's sliding attention from sums"
@@ -360,7 +367,7 @@ def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None
             sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan, settled=True)
         else:
             place = position(), m, layer.window, ring, keys
-            sdpa_vector.sdpa_vector_rows(q, cache, cache, *place, bits, settled=True, early=True)
+            sdpa_vector.sdpa_vector_rows(q, cache, cache, *place, bits, settled=True, early="attend" in EARLY)
 
 
 def _attend_sums(layer: Attention, split: int, bits: int, m: int) -> None:

@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,12 @@ class Instruction:
 class MachineCode:
     """Figures of one kernel. Instruction counts are per warp; shared_bytes and local_bytes per program and thread.
 
-    loop_*: the main loop, one pass of its body. per_weight: lane-instructions per weight of a product whose rows are
-    one n8 operand, so that each m16n8k16 step consumes 256 weights of its warp; None without a loop of such steps.
-    dots: (rows of the second operand, operand type) of every product in Triton's own intermediate form. loads_ahead:
-    loads of global memory before the first addition, so those that are on their way at once. copies_ahead: asynchronous
-    copies before the wait. release: when consumers are released; early is after the wait with no load in between.
+    loop_*: the main loop, one pass of its body; loop_floats is how often each floating-point operation stands there.
+    per_weight: lane-instructions per weight of a product whose rows are one n8 operand, so that each m16n8k16 step
+    consumes 256 weights of its warp; None without a loop of such steps. dots: (rows of the second operand, operand
+    type) of every product in Triton's own intermediate form. loads_ahead: loads of global memory before the first
+    addition, so those that are on their way at once. copies_ahead: asynchronous copies before the wait. release: when
+    consumers are released; early is after the wait with no load in between.
     """
 
     mma: tuple[str, ...]
@@ -70,6 +72,7 @@ class MachineCode:
     loop_instructions: int
     loop_mma: int
     loop_plain_loads: int
+    loop_floats: tuple[tuple[str, int], ...]
     per_weight: float | None
     loads_ahead: int
     copies_ahead: int
@@ -153,6 +156,7 @@ def figures(instructions: list[Instruction], usage: re.Match[str], ttgir: str, s
         loop_instructions=len(loop),
         loop_mma=_mma_steps(loop),
         loop_plain_loads=sum(x.base == "LDG" for x in loop),
+        loop_floats=tuple(sorted(Counter(x.opcode for x in loop if x.base in _FLOAT_OPS).items())),
         per_weight=round(len(loop) * 32 / weights, 3) if weights else None,
         loads_ahead=sum(x.base == "LDG" for x in itertools.takewhile(lambda x: x.base != "FADD", instructions)),
         copies_ahead=sum(x.base == "LDGSTS" for x in itertools.takewhile(lambda x: x.base != "ACQBULK", instructions)),
