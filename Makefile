@@ -8,7 +8,7 @@ SPEC ?= specs/gemma4_nano.yaml
 TEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check schema record lint types contracts clean
+.PHONY: help demo test test-all check schema record lint types contracts drift clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s ':'
@@ -31,7 +31,9 @@ test: $(VENV)/.dev ## the tests and the nano spec, without what is marked slow (
 test-all: $(VENV)/.dev ## everything, also what is marked slow
 	$(TEST)
 
-check: lint types contracts ## lint, types, import contracts, schema drift, record drift
+check: lint types contracts drift ## lint, types, import contracts, schema drift, record drift
+
+drift: $(VENV)/.core
 	$(BIN)/harness check --strict specs/*.yaml
 	$(BIN)/harness schema --check
 	$(BIN)/harness report --check
