@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.argmax import best_of
 from kernels.embed import embedded
-from kernels.jit import SLOTS, check_operand, launch_options, release_consumers, wait_for_producers
+from kernels.jit import SLOTS, Release, check_operand, launch_options, wait_for_producers
 from kernels.repack import PackedWeight
 from kernels.rows import Rows, load_partials, new_rows, store_rows
 
@@ -31,13 +31,13 @@ def join_rows(
     scale: Tensor,
     state: Tensor,
     bits: int,
-    early: bool = False,
+    release: Release = "late",
 ) -> Rows:
     """Row 0 of a draft step: the table's row of a token, times the scale, then a state -> `Rows` of width 2 B.
 
     The token is ids[at], ids int32 [8], or that of keys int64 [8, blocks] (`kernels.argmax.head_best`), which goes to
     ids[at]. scale bf16, one value. state: row 0 of bf16 [8, B], or of partial sums fp32 [split, 8, B].
-    `early`: the next launch's programs may start while this one runs (decision 8).
+    `release`: when the next launch's programs may start.
     """
     where = "join_rows"
     _check_table(where, table, ids, scale)
@@ -70,7 +70,7 @@ def join_rows(
         SPLIT=state.shape[0] if summed else 0,
         BITS=bits,
         G=GROUPS_PER_PROGRAM,
-        EARLY=early,
+        RELEASE=release,
         **launch_options(ids.device, 1),
     )
     return out
@@ -86,14 +86,14 @@ def join_accepted_rows(
     rows: int,
     scale: Tensor,
     bits: int,
-    early: bool = False,
+    release: Release = "late",
 ) -> Rows:
     """Carry on behind the longest prefix of drafts that equals the target's own tokens -> `Rows` as `join_rows` makes.
 
     ids int32 [8] are the block's rows, best int32 [8] its greedy tokens, hidden bf16 [8, B] its states, position
     int32 [1] its first row's. Of `rows` rows a are accepted: the next step takes token best[a] and state hidden[a],
     ids[0] becomes best[a], position moves on by a + 1 and draft_position stands one before it.
-    `early` as in `join_rows`.
+    `release` as in `join_rows`.
     """
     where = "join_accepted_rows"
     _check_table(where, table, ids, scale)
@@ -123,7 +123,7 @@ def join_accepted_rows(
         TILE=table.shape.tile,
         BITS=bits,
         G=GROUPS_PER_PROGRAM,
-        EARLY=early,
+        RELEASE=release,
         **launch_options(ids.device, 1),
     )
     return out
@@ -147,15 +147,14 @@ def _grid(width: int) -> tuple[int, int]:
 def _join(
     codes_ptr, table_scales_ptr, scale_ptr, ids_ptr, at, keys_ptr, state_ptr, values_ptr, sums_ptr, scales_ptr, groups,
     TABLE_BITS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    BITS: tl.constexpr, G: tl.constexpr, EARLY: tl.constexpr,
+    BITS: tl.constexpr, G: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """SPLIT 0: the state is a plain row; BLOCKS 0: the token is there already."""
     half = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < groups
     column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-    wait_for_producers()
-    release_consumers(EARLY)
+    wait_for_producers(RELEASE)
     if half == 0:
         if BLOCKS == 0:
             token = tl.load(ids_ptr + at)
@@ -176,7 +175,7 @@ def _join(
 def _join_accepted(
     codes_ptr, table_scales_ptr, scale_ptr, ids_ptr, best_ptr, hidden_ptr, position_ptr, draft_position_ptr,
     values_ptr, sums_ptr, scales_ptr, rows, groups,
-    TABLE_BITS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, EARLY: tl.constexpr,
+    TABLE_BITS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """Every program finds what was accepted; one writes it down, in words that no other program reads."""
     half = tl.program_id(0)
@@ -184,8 +183,7 @@ def _join_accepted(
     valid = group < groups
     column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
     row = tl.arange(0, 8)
-    wait_for_producers()
-    release_consumers(EARLY)
+    wait_for_producers(RELEASE)
     drafted = tl.load(ids_ptr + 1 + row, mask=row + 1 < rows, other=-1)
     found = tl.load(best_ptr + row, mask=row + 1 < rows, other=-1)
     accepted = tl.min(tl.where((row + 1 < rows) & (drafted != found), row, rows - 1), 0)

@@ -1,26 +1,26 @@
-"""Norms between two products; a wide row is shared among programs of 256 elements each, which meet in memory.
+"""Norms between two products; a wide row is shared among programs.
 
 One program cannot read a wide row's partial sums at more than a few per cent of the card's speed, and a row is all
-there is in classic decode. So a row's programs each take a slice, leave its sum of squares, wait for one another, and
-add up all slices in one order. Sums are the tree of `kernels.tree` and roundings stand where `engine.layers` rounds, so
-a fused launch has the bytes of the plain ops in a row. M only says how many rows there are; other rows are not written.
+there is in classic decode. So on a GPU a wide row has a cluster of programs (`kernels.cluster_norms`); the interpreter,
+which runs one program after another, gets a launch per phase of the kernels here, which serve narrow rows everywhere.
+Sums are the tree of `kernels.tree` and roundings stand where `engine.layers` rounds, so a fused launch has the bytes of
+the plain ops in a row. M only says how many rows there are; other rows are not written.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import cluster_norms
 from kernels.jit import (
     INTERPRETED,
     SLOTS,
+    Release,
     check_operand,
     launch_options,
-    release_consumers,
     round_bf16,
     to_bf16,
     wait_for_producers,
@@ -29,17 +29,14 @@ from kernels.rmsnorm import check_rows, checked_rows, inverse_rms
 from kernels.rows import Rows, load_partials, store_rows
 from kernels.tree import tree_sum
 
-SLICE = 256
-"""Elements of a wide row that one program takes: a warp's worth, so that nothing but shuffles happens inside it."""
-
 WHOLE = 1024
 """Widest row that one program takes alone: a meeting costs more than it saves."""
 
-MOST_SLICES = 32
-"""Programs of a row at most: rows of up to 8,192."""
+SLICE, MOST_SLICES = 256, 32
+"""Elements of a wide row that a program of the interpreter's takes, and how many programs a row has at most."""
 
-MEETING, FIRST, SECOND, THIRD = 0, 1, 2, 3
-"""Phases of a launch: all of them with the row's programs meeting in between, or one, where programs run in turn."""
+ALONE, FIRST, SECOND, THIRD = 0, 1, 2, 3
+"""Phases of a launch: all in one, or up to the first sum over the row, to the second, and to the end."""
 
 
 def norm_rows(
@@ -63,6 +60,10 @@ def norm_rows(
         check_operand("norm_rows: normed", normed, torch.bfloat16, (SLOTS, width))
     out = checked_rows("norm_rows", out, width, bits, h.device)
     slices, size = _slices(width)
+    if slices > 1 and not INTERPRETED:
+        cluster_norms.norm(h, weight, eps, rows, out, normed)
+        return out
+    between = _slice_sums(slices, h.device)
     for phase in _phases(slices, SECOND):
         _norm_rows[(rows, slices)](
             h,
@@ -71,7 +72,7 @@ def norm_rows(
             out.values,
             out.sums,
             out.scales,
-            _meeting_place(h.device),
+            between,
             float(eps),
             D=width,
             SIZE=size,
@@ -83,12 +84,12 @@ def norm_rows(
 
 
 def sum_norm_rows(
-    partials: Tensor, weight: Tensor, eps: float, rows: int, bits: int, early: bool = False
+    partials: Tensor, weight: Tensor, eps: float, rows: int, bits: int, release: Release = "late"
 ) -> tuple[Tensor, Rows]:
     """A product's sums as rows, and their norm, packed for a product with a matrix of these bits.
 
     partials fp32 [split, 8, D]; weight fp32 [D] -> bf16 [8, D] and `Rows`; slots from `rows` on are not written.
-    `early`: the next launch's programs may start while this one runs (decision 8).
+    `release`: when the next launch's programs may start.
     """
     where = "sum_norm_rows"
     check_operand(f"{where}: partials", partials, torch.float32, (None, SLOTS, None))
@@ -98,6 +99,10 @@ def sum_norm_rows(
     out = torch.empty(SLOTS, width, dtype=torch.bfloat16, device=partials.device)
     packed = checked_rows(where, None, width, bits, partials.device)
     slices, size = _slices(width)
+    if slices > 1 and not INTERPRETED:
+        cluster_norms.sum_norm(partials, weight, eps, rows, out, packed, release)
+        return out, packed
+    between = _slice_sums(slices, partials.device)
     for phase in _phases(slices, SECOND):
         _sum_norm_rows[(rows, slices)](
             partials,
@@ -106,14 +111,14 @@ def sum_norm_rows(
             packed.values,
             packed.sums,
             packed.scales,
-            _meeting_place(partials.device),
+            between,
             float(eps),
             D=width,
             SIZE=size,
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
-            EARLY=early,
+            RELEASE=release,
             **launch_options(partials.device, _warps(size), alone=True),
         )
     return out, packed
@@ -131,14 +136,14 @@ def residual_norm_rows(
     out: Tensor | None = None,
     packed: Rows | None = None,
     normed: Tensor | None = None,
-    early: bool = False,
+    release: Release = "late",
 ) -> tuple[Tensor, Rows | None]:
     """What stands between a product and the next: norm, residual add, layer scalar, next norm, packing.
 
     partials fp32 [split, 8, D] of o or down; residual bf16 [8, D]; post_weight and next_weight fp32 [D]; scalar bf16
     [1] or None -> the new residual bf16 [8, D] and `Rows` of its norm, None without next_weight. `out` must not be
     the residual's own memory; `normed` bf16 [8, D] also receives the plain normed rows. Other rows are not written.
-    `early`: the next launch's programs may start while this one runs (decision 8).
+    `release`: when the next launch's programs may start.
     """
     check_operand("residual_norm_rows: partials", partials, torch.float32, (None, SLOTS, None))
     split, _, width = partials.shape
@@ -161,6 +166,11 @@ def residual_norm_rows(
     if out.data_ptr() == residual.data_ptr():
         raise ValueError(f"{where}: out is the residual itself; give another buffer")
     slices, size = _slices(width)
+    if slices > 1 and not INTERPRETED:
+        norms = post_weight, scalar, next_weight
+        cluster_norms.residual_norm(partials, residual, *norms, eps, rows, bits, out, packed, normed, release)
+        return out, packed
+    between = _slice_sums(slices, residual.device)
     for phase in _phases(slices, SECOND if next_weight is None else THIRD):
         _residual_norm_rows[(rows, slices)](
             partials,
@@ -173,14 +183,14 @@ def residual_norm_rows(
             None if packed is None else packed.values,
             None if packed is None else packed.sums,
             None if packed is None else packed.scales,
-            _meeting_place(residual.device),
+            between,
             float(eps),
             D=width,
             SIZE=size,
             SPLIT=split,
             BITS=bits,
             PHASE=phase,
-            EARLY=early,
+            RELEASE=release,
             **launch_options(residual.device, _warps(size), alone=True),
         )
     return out, packed
@@ -200,56 +210,24 @@ def _warps(size: int) -> int:
 
 
 def _phases(slices: int, last: int) -> tuple[int, ...]:
-    """One launch whose programs meet; a launch per phase in the interpreter, which runs one program after another."""
-    return tuple(range(FIRST, last + 1)) if INTERPRETED.value and slices > 1 else (MEETING,)
+    """One launch for a row that a program has alone, else one per phase."""
+    return tuple(range(FIRST, last + 1)) if slices > 1 else (ALONE,)
 
 
-@functools.cache
-def _meeting_place(device: torch.device) -> Tensor:
-    """Words int64 [33, 2, 8, 32], for each number of slices, meeting, row and program: how many meetings the program
-    has been at, and the bits of its own sum.
-
-    One place for a device, since launches there follow one another on one stream.
-    """
-    with torch.inference_mode(False):
-        return torch.zeros(MOST_SLICES + 1, 2, SLOTS, MOST_SLICES, dtype=torch.int64, device=device)
+def _slice_sums(slices: int, device: torch.device) -> Tensor | None:
+    """Room for the sums of a row's slices, fp32 [2, 8, 32]: of the first norm, and of the second."""
+    return torch.zeros(2, SLOTS, MOST_SLICES, dtype=torch.float32, device=device) if slices > 1 else None
 
 
 @triton.jit
-def _word(count, own):
-    """A count int32 above the bits of a sum fp32, in one int64: who reads the count has the sum."""
-    return (count.to(tl.int64) << 32) | own.to(tl.uint32, bitcast=True).to(tl.int64)
-
-
-@triton.jit
-def _next_count(words_ptr, SLICES: tl.constexpr):
-    """What this program's next meeting at these words is counted as: one more than its last, as for all of its row.
-
-    Read from the L2: a line that another program brought into the L1 may be older.
-    """
-    if SLICES == 1:
-        return 0
-    return (tl.load(words_ptr + tl.program_id(1), volatile=True) >> 32).to(tl.int32) + 1
-
-
-@triton.jit
-def _row_sum(own, words_ptr, count, SLICES: tl.constexpr, MOST: tl.constexpr, MEET: tl.constexpr):
-    """The sum over a row from each program's own sum, once every program of the row has left its own.
-
-    Sum and count are one word, stored and read whole, so nothing has to be ordered: no fence, no atomic, one way there
-    and one back. Rows of another number of programs have words elsewhere. Without MEET programs run in turn.
-    """
+def _row_sum(own, sums_ptr, m, SLICES: tl.constexpr, MOST: tl.constexpr):
+    """The sum over a row from each program's own sum; what is not there yet is there in the next phase."""
     if SLICES == 1:
         return own
     else:
         index = tl.arange(0, MOST)
-        tl.store(words_ptr + tl.program_id(1), _word(count, own))
-        words = tl.load(words_ptr + index, mask=index < SLICES, other=0, volatile=True)
-        if MEET:
-            while tl.max(((index < SLICES) & ((words >> 32).to(tl.int32) != count)).to(tl.int32), 0) > 0:
-                words = tl.load(words_ptr + index, mask=index < SLICES, other=0, volatile=True)
-        sums = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-        return tree_sum(tl.where(index < SLICES, sums, 0.0), MOST)
+        tl.store(sums_ptr + m * MOST + tl.program_id(1), own)
+        return tree_sum(tl.load(sums_ptr + m * MOST + index, mask=index < SLICES, other=0.0), MOST)
 
 
 @triton.jit
@@ -265,7 +243,7 @@ def _pack_normed(
 
 @triton.jit
 def _norm_rows(
-    h_ptr, weight_ptr, normed_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
+    h_ptr, weight_ptr, normed_ptr, values_ptr, sums_ptr, scales_ptr, slices_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
@@ -273,10 +251,8 @@ def _norm_rows(
     at = part * SIZE + tl.arange(0, SIZE)
     weight = tl.load(weight_ptr + at, mask=at < D, other=0.0)
     wait_for_producers()
-    words_ptr += (SLICES * 16 + m) * 32
-    count = _next_count(words_ptr, SLICES)
     h = tl.load(h_ptr + m * D + at, mask=at < D, other=0.0).to(tl.float32)
-    squares = _row_sum(tree_sum(h * h, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
+    squares = _row_sum(tree_sum(h * h, SIZE), slices_ptr, m, SLICES, 32)
     if PHASE != 1:
         x = round_bf16(h * inverse_rms(squares, eps, D) * weight)
         _pack_normed(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, SIZE, BITS)
@@ -284,20 +260,17 @@ def _norm_rows(
 
 @triton.jit
 def _sum_norm_rows(
-    partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
+    partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, slices_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
-    EARLY: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
     m, part = tl.program_id(0), tl.program_id(1)
     at = part * SIZE + tl.arange(0, SIZE)
     weight = tl.load(weight_ptr + at, mask=at < D, other=0.0)
-    wait_for_producers()
-    release_consumers(EARLY)  # no consumer is placed before all programs that meet here are
-    words_ptr += (SLICES * 16 + m) * 32
-    count = _next_count(words_ptr, SLICES)
+    wait_for_producers(RELEASE)
     h = load_partials(partials_ptr, m, at, D, at < D, SPLIT)
-    squares = _row_sum(tree_sum(h * h, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
+    squares = _row_sum(tree_sum(h * h, SIZE), slices_ptr, m, SLICES, 32)
     if PHASE != 1:
         tl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
         x = round_bf16(h * inverse_rms(squares, eps, D) * weight)
@@ -307,9 +280,9 @@ def _sum_norm_rows(
 @triton.jit
 def _residual_norm_rows(
     partials_ptr, residual_ptr, post_weight_ptr, scalar_ptr, next_weight_ptr, out_ptr,
-    normed_ptr, values_ptr, sums_ptr, scales_ptr, words_ptr, eps,
+    normed_ptr, values_ptr, sums_ptr, scales_ptr, slices_ptr, eps,
     D: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, PHASE: tl.constexpr,
-    EARLY: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SIZE - 1) // SIZE
     m, part = tl.program_id(0), tl.program_id(1)
@@ -320,23 +293,17 @@ def _residual_norm_rows(
         next_weight = tl.load(next_weight_ptr + at, mask=real, other=0.0)
     if scalar_ptr is not None:
         scalar = tl.load(scalar_ptr).to(tl.float32)
-    wait_for_producers()
-    release_consumers(EARLY)  # no consumer is placed before all programs that meet here are
-    words_ptr += (SLICES * 16 + m) * 32
-    count = _next_count(words_ptr, SLICES)
-    if next_weight_ptr is not None:
-        again_ptr = words_ptr + 8 * 32
-        again = _next_count(again_ptr, SLICES)
+    wait_for_producers(RELEASE)
     residual = tl.load(residual_ptr + m * D + at, mask=real, other=0.0).to(tl.float32)
     y = load_partials(partials_ptr, m, at, D, real, SPLIT)
-    squares = _row_sum(tree_sum(y * y, SIZE), words_ptr, count, SLICES, 32, PHASE == 0)
+    squares = _row_sum(tree_sum(y * y, SIZE), slices_ptr, m, SLICES, 32)
     if PHASE != 1:
         h = round_bf16(residual + round_bf16(y * inverse_rms(squares, eps, D) * post_weight))
         if scalar_ptr is not None:
             h = round_bf16(h * scalar)
         tl.store(out_ptr + m * D + at, to_bf16(h), mask=real)
         if next_weight_ptr is not None:
-            squares = _row_sum(tree_sum(h * h, SIZE), again_ptr, again, SLICES, 32, PHASE == 0)
+            squares = _row_sum(tree_sum(h * h, SIZE), slices_ptr, 8 + m, SLICES, 32)
             if PHASE != 2:
                 x = round_bf16(h * inverse_rms(squares, eps, D) * next_weight)
                 _pack_normed(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, SIZE, BITS)

@@ -14,9 +14,9 @@ from torch import Tensor
 from kernels.jit import (
     GROUP,
     SLOTS,
+    Release,
     check_operand,
     launch_options,
-    release_consumers,
     round_bf16,
     to_bf16,
     wait_for_producers,
@@ -40,13 +40,13 @@ def geglu_ops(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu_rows(
-    partials: Tensor, rows: int, bits: int, fused: bool, out: Rows | None = None, early: bool = False
+    partials: Tensor, rows: int, bits: int, fused: bool, out: Rows | None = None, release: Release = "late"
 ) -> Rows:
     """From gate_up's partial sums to the rows of `down`.
 
     partials fp32 [split, 8, 2 I], gate in the first I columns, up in the rest; both rounded before the op -> `Rows`
-    of width I. Rows past `rows` are not written. ValueError unless I is a multiple of 64. `early`: the next launch's
-    programs may start while this one runs (decision 8).
+    of width I. Rows past `rows` are not written. ValueError unless I is a multiple of 64. `release`: when the next
+    launch's programs may start.
     """
     check_operand("geglu_rows: partials", partials, torch.float32, (None, SLOTS, None))
     check_rows("geglu_rows", rows)
@@ -65,7 +65,7 @@ def geglu_rows(
         BITS=bits,
         FUSED=fused,
         G=GROUPS_PER_PROGRAM,
-        EARLY=early,
+        RELEASE=release,
         **launch_options(partials.device, 1),
     )
     return out
@@ -122,14 +122,13 @@ def _geglu_rows(
     BITS: tl.constexpr,
     FUSED: tl.constexpr,
     G: tl.constexpr,
-    EARLY: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     m = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < I // 64
     column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-    wait_for_producers()
-    release_consumers(EARLY)
+    wait_for_producers(RELEASE)
     gate = load_partials(partials_ptr, m, column, 2 * I, valid[:, None], SPLIT)
     up = load_partials(partials_ptr, m, column + I, 2 * I, valid[:, None], SPLIT)
     x = round_bf16(_gated(gate, up, FUSED))

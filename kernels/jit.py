@@ -8,7 +8,7 @@ references, never with a GPU's bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -24,6 +24,10 @@ GROUP = 64
 SLOTS = 8
 """Rows of every activation tile: the MMA's n8 operand. Fewer real rows never make a smaller tile."""
 
+
+Release = Literal["first", "early", "late"]
+"""When a launch lets the next one's programs start (decisions 8 and 15): before its wait, right after it, or when its
+own are done."""
 
 MOST_REGISTERS = 255
 """What a thread can have."""
@@ -59,23 +63,30 @@ def check_operand(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int | N
         raise ValueError(f"{name}: must be contiguous and 16-byte aligned; a view compiles another kernel")
 
 
+LATE = tl.constexpr("late")
+
+
 @triton.jit
-def wait_for_producers():
+def wait_for_producers(release: tl.constexpr = LATE):
     """Wait until every earlier launch has finished and its writes are visible. Every program calls it once, before
-    its first read of what the launch before wrote and before its first write; `release_consumers` says what is there
-    already."""
+    its first write and before its first read of what a launch wrote that may still be running.
+
+    `release`: when the next launch's programs may start. One that releases first says nothing of the launches before
+    it, so what follows it may read before its own wait only what was there when the step's first launch had ended:
+    weights, the position, cosines and sines. Behind one that releases after its wait, what was written before that one.
+    """
     if not INTERPRETED:
+        if release == "first":
+            release_consumers()
         tl.extra.cuda.gdc_wait()
+        if release == "early":
+            release_consumers()
 
 
 @triton.jit
-def release_consumers(now: tl.constexpr = True):
-    """Let the next launch's programs start once every program here has said so or ended; not `now`: once all ended.
-
-    After the wait, but for products, which come between launches that do so (decision 15): a launch may read before its
-    own wait what was written before the one it follows, and behind a product what was written before the one before it.
-    """
-    if now and not INTERPRETED:
+def release_consumers():
+    """Let the next launch's programs start once every program here has said so or ended."""
+    if not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -119,5 +130,10 @@ def half_exponent(x, axis: tl.constexpr):
 
     Times 2^(e - 127) every bf16 value down to 2^-31 of the largest becomes an fp16 value exactly. x fp32.
     """
-    largest = tl.max(x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.int32) >> 23
-    return tl.minimum(268 - largest, 253)  # 14 + 2 * 127 - largest; 253 keeps the inverse normal
+    return half_exponent_of(tl.max(x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.int32))
+
+
+@triton.jit
+def half_exponent_of(largest):
+    """The same from the bits of the largest |x|, int32."""
+    return tl.minimum(268 - (largest >> 23), 253)  # 14 + 2 * 127 - its exponent; 253 keeps the inverse normal

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kernels.jit import (
     SLOTS,
+    Release,
     check_operand,
     launch_options,
-    release_consumers,
     round_bf16,
     to_bf16,
     wait_for_producers,
@@ -58,7 +58,7 @@ def head_norms_rope(
     general: bool = False,
     out: Tensor | None = None,
     settled: bool = False,
-    early: bool = False,
+    release: Release = "late",
 ) -> Tensor:
     """From the qkv product to attention's operands: head norms and RoPE; k and v go straight into the cache.
 
@@ -66,8 +66,8 @@ def head_norms_rope(
     norm_heads fp32 [heads + kv_heads (+ kv_heads), D]; cos and sin fp32 [positions, D], sin with the first half
     negated; position int32 [1] on the device: row r stands at position + r, in slot (position + r) % ring of the
     caches bf16 [kv_heads, slots, D]. Returns q bf16 [8, heads, D]; rows past `rows` are written nowhere. `settled`: the
-    position was written before the launch that this one follows, so that it may be read early. `early`: the next
-    launch's programs may start while this one runs (decision 8).
+    position was written before the step's first launch ended, so that it may be read before the wait. `release`: when
+    the next launch's programs may start.
     """
     where = "head_norms_rope"
     check_rows(where, rows)
@@ -108,7 +108,7 @@ def head_norms_rope(
         K_EQ_V=k_eq_v,
         GENERAL=general,
         SETTLED=settled,
-        EARLY=early,
+        RELEASE=release,
         **launch_options(partials.device, 1, alone=True),
     )
     return out
@@ -201,7 +201,7 @@ def _head_norms_rope(
     K_EQ_V: tl.constexpr,
     GENERAL: tl.constexpr,
     SETTLED: tl.constexpr,
-    EARLY: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     m = tl.program_id(0)
     head = tl.program_id(1)
@@ -212,8 +212,7 @@ def _head_norms_rope(
     weight_high = tl.load(norm_heads_ptr + head * D + high)
     if SETTLED:
         position, cos_low, cos_high, sin_low, sin_high = _angles(position_ptr, cos_ptr, sin_ptr, m, D)
-    wait_for_producers()
-    release_consumers(EARLY)
+    wait_for_producers(RELEASE)
     if not SETTLED:
         position, cos_low, cos_high, sin_low, sin_high = _angles(position_ptr, cos_ptr, sin_ptr, m, D)
     raw_low = load_partials(partials_ptr, m, head * D + low, N, low >= 0, SPLIT)

@@ -16,11 +16,11 @@ from torch import Tensor
 from kernels.jit import (
     GROUP,
     SLOTS,
+    Release,
     check_operand,
     half_exponent,
     launch_options,
     power_of_two,
-    release_consumers,
     to_bf16,
     wait_for_producers,
 )
@@ -66,10 +66,10 @@ def new_rows(width: int, bits: int, device: torch.device) -> Rows:
     )
 
 
-def pack_rows(x: Tensor, bits: int, rows: int = SLOTS, out: Rows | None = None, early: bool = False) -> Rows:
+def pack_rows(x: Tensor, bits: int, rows: int = SLOTS, out: Rows | None = None, release: Release = "late") -> Rows:
     """The first `rows` rows of x bf16 [8, K] as `Rows` for a matrix of these bits.
 
-    `early`: the next launch's programs may start while this one runs (decision 8).
+    `release`: when the next launch's programs may start.
     """
     check_operand("pack_rows: x", x, torch.bfloat16, (SLOTS, None))
     out = out or new_rows(x.shape[1], bits, x.device)
@@ -83,7 +83,7 @@ def pack_rows(x: Tensor, bits: int, rows: int = SLOTS, out: Rows | None = None, 
         groups,
         BITS=bits,
         G=GROUPS_PER_PROGRAM,
-        EARLY=early,
+        RELEASE=release,
         **launch_options(x.device, 4),
     )
     return out
@@ -133,13 +133,12 @@ def load_partials(partials_ptr, m, columns, N, mask, SPLIT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["groups"])
-def _pack(x_ptr, values_ptr, sums_ptr, scales_ptr, groups, BITS: tl.constexpr, G: tl.constexpr, EARLY: tl.constexpr):
+def _pack(x_ptr, values_ptr, sums_ptr, scales_ptr, groups, BITS: tl.constexpr, G: tl.constexpr, RELEASE: tl.constexpr):
     m = tl.program_id(0)
     group = tl.program_id(1) * G + tl.arange(0, G)
     valid = group < groups
     K = groups * 64
-    wait_for_producers()
-    release_consumers(EARLY)
+    wait_for_producers(RELEASE)
     x = tl.load(x_ptr + m * K + group[:, None] * 64 + tl.arange(0, 64)[None, :], mask=valid[:, None], other=0.0)
     store_rows(values_ptr, sums_ptr, scales_ptr, x.to(tl.float32), group, m, K, valid, BITS)
 

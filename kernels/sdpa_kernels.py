@@ -335,15 +335,14 @@ def combine(
     position_ptr, state_ptr, acc_ptr, values_ptr, sums_ptr, scales_ptr,
     window, max_keys, chunks, capacity, out_features,
     HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """Partials of one (row, head) summed over its own chunks, in tiles from the first of them on, and rounded once.
 
     Grid (rows, heads, parts of a head). BITS 0 stores bf16 [n, H, D], else rows ready for a product.
     """
     base = tl.load(position_ptr)  # before the wait: written before the launch that this one follows, which has waited
-    wait_for_producers()
-    release_consumers(EARLY)
+    wait_for_producers(RELEASE)
     row = tl.program_id(0)
     pair = row * HEADS + tl.program_id(1)
     columns = tl.program_id(2) * PART + tl.arange(0, PART)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from kernels import MAX_ROWS
-from kernels.jit import check_operand, launch_options
+from kernels.jit import Release, check_operand, launch_options
 from kernels.rows import Rows, new_rows
 from kernels.sdpa_kernels import attend, combine, scores_of, values_of
 from kernels.sdpa_plan import Plan, Scratch, allocate_scratch, blocks_for, chunks_for, plan_for
@@ -55,7 +55,7 @@ def sdpa_vector(
     q [n, H, D] bf16 with n >= rows; k and v [Hkv, S, D] bf16, already holding the rows' own keys, key p in slot
     p mod ring; position int32 [1] on the device. max_keys bounds position + rows: a row beyond it comes out NaN.
     Rows from `rows` on are left as they are. `plan`, and with it the scratch, is for tuning: another plan, other bytes.
-    `settled`: the position was written before the launch that this call follows, so that it may be read early.
+    `settled`: the position was written before the step's first launch ended, so that it may be read before the wait.
     ValueError on another dtype, shape or layout.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys)
@@ -96,13 +96,13 @@ def sdpa_vector_rows(
     scratch: Scratch | None = None,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
-    early: bool = False,
+    release: Release = "late",
 ) -> Rows:
     """`sdpa_vector` whose result is made ready for a product with `bits`-bit weights and H * D inputs.
 
     `settled` as there. With `query_heads` q is the partial sums fp32 [split, 8, H * D] of the q product, and head norms
     and RoPE happen here; the position must then be older than the launch before that product, whatever `settled` says.
-    `early`: the next launch's programs may start while the last one here runs (decision 8). ValueError where the plan
+    `release`: when the last launch here lets the next one's programs start. ValueError where the plan
     has blocks.
     """
     heads, width = _check(q, k, v, position, rows, window, ring, max_keys, query_heads)
@@ -116,7 +116,9 @@ def sdpa_vector_rows(
         )
     parts = (out.values, out.sums, out.scales)
     place = (position, rows, window, ring, 0, max_keys)
-    _launch(q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads, early=early)
+    _launch(
+        q, k, v, *place, scratch, parts, heads * width, bits, settled=settled, query_heads=query_heads, release=release
+    )
     return out
 
 
@@ -221,7 +223,7 @@ def _launch(
     *,
     settled: bool = False,
     query_heads: QueryHeads | None = None,
-    early: bool = False,
+    release: Release = "late",
 ) -> None:
     """All kernels of a call; the number of rows decides how many programs run, and nothing else."""
     groups, _, width = k.shape
@@ -281,7 +283,7 @@ def _launch(
         PART=part,
         ROWS=MAX_ROWS,
         BITS=bits,
-        EARLY=early,
+        RELEASE=release,
         **launch_options(q.device, 4),
     )
 

@@ -6,7 +6,7 @@ the op-by-op attention of stage `base`) is plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from kernels.embed import dense_rows, embed_rows
 from kernels.fused_norms import norm_rows, residual_norm_rows, sum_norm_rows
 from kernels.gated_qmv import ROWS_PER_PROGRAM, gated_qmv, takes_sums
 from kernels.geglu import geglu_fused, geglu_ops, geglu_rows
-from kernels.jit import GROUP
+from kernels.jit import GROUP, Release
 from kernels.launch import LaunchShape
 from kernels.qmv import qmv, qmv_rows
 from kernels.repack import PackedWeight, dequantize_packed, pack_dense, pack_weight
@@ -122,7 +122,7 @@ def _heads(
     shape: Any,
     kv: Tensor | None,
     eps: float,
-    early: bool = False,
+    release: Release = "late",
 ) -> Tensor:
     """`shape` has num_heads, num_kv_heads, head_dim and k_eq_v; where v is k, the raw k's norm has no weight."""
     width = shape.head_dim
@@ -142,7 +142,7 @@ def _heads(
         v,
         ring,
         settled=True,  # a step writes its position first of all
-        early=early,
+        release=release,
     )
 
 
@@ -154,14 +154,14 @@ def _attend(
     window: int | None,
     max_keys: int,
     following: Linear,
-    early: bool = False,
+    release: Release = "late",
 ) -> Rows:
     bits, ring = following.operand.bits, kv.shape[2]
     place = position, rows, window, ring, max_keys
     if q.shape[2] % GROUP:
         out = sdpa_vector(q, kv[0], kv[1], *place, settled=True)
-        return pack_rows(out.view(MAX_ROWS, -1), bits, rows, early=early)
-    return sdpa_vector_rows(q, kv[0], kv[1], *place, bits, settled=True, early=early)
+        return pack_rows(out.view(MAX_ROWS, -1), bits, rows, release=release)
+    return sdpa_vector_rows(q, kv[0], kv[1], *place, bits, settled=True, release=release)
 
 
 def attend_sums(
@@ -199,29 +199,29 @@ def _residual(
     rows: int,
     following: Linear,
     normed: Tensor | None,
-    early: bool = False,
+    release: Release = "late",
 ) -> tuple[Tensor, Rows]:
     operands = partials, h, post_norm, scalar, next_norm, eps, rows, following.operand.bits
-    out, packed = residual_norm_rows(*operands, normed=normed, early=early)
+    out, packed = residual_norm_rows(*operands, normed=normed, release=release)
     assert packed is not None
     return out, packed
 
 
-def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool, early: bool = False) -> Rows:
-    return geglu_rows(partials, rows, following.operand.bits, fused, early=early)
+def _geglu(partials: Tensor, rows: int, following: Linear, fused: bool, release: Release = "late") -> Rows:
+    return geglu_rows(partials, rows, following.operand.bits, fused, release=release)
 
 
-def _geglu_product(partials: Tensor, w: Linear, rows: int, fused: bool, early: bool = False) -> Tensor:
-    return qmv(_geglu(partials, rows, w, fused, early), w.operand, rows)
+def _geglu_product(partials: Tensor, w: Linear, rows: int, fused: bool, release: Release = "late") -> Tensor:
+    return qmv(_geglu(partials, rows, w, fused, release), w.operand, rows)
 
 
 def gated(
-    partials: Tensor, w: Linear, rows: int, fused: bool, per_program: int = ROWS_PER_PROGRAM, early: bool = False
+    partials: Tensor, w: Linear, rows: int, fused: bool, per_program: int = ROWS_PER_PROGRAM, release: Release = "late"
 ) -> Tensor:
     """`FusedOps.gated` in one launch where w takes gate_up's sums, in two elsewhere; the same bytes."""
     if fused and takes_sums(partials, w.operand):
         return gated_qmv(partials, w.operand, rows, per_program=per_program)
-    return _geglu_product(partials, w, rows, fused, early)
+    return _geglu_product(partials, w, rows, fused, release)
 
 
 def _head(partials: Tensor, rows: int, cap: float | None, with_logits: bool) -> tuple[Tensor | None, Tensor]:
@@ -244,9 +244,9 @@ def _join(
     scale: Tensor,
     state: Tensor,
     following: Linear,
-    early: bool = False,
+    release: Release = "late",
 ) -> Rows:
-    return join_rows(head.operand, ids, at, pick, scale, state, following.operand.bits, early)
+    return join_rows(head.operand, ids, at, pick, scale, state, following.operand.bits, release)
 
 
 def _join_accepted(
@@ -259,23 +259,25 @@ def _join_accepted(
     rows: int,
     scale: Tensor,
     following: Linear,
-    early: bool = False,
+    release: Release = "late",
 ) -> Rows:
     bits = following.operand.bits
-    return join_accepted_rows(head.operand, ids, best, hidden, position, draft_position, rows, scale, bits, early)
+    return join_accepted_rows(head.operand, ids, best, hidden, position, draft_position, rows, scale, bits, release)
 
 
-def _enter(partials: Tensor, weight: Tensor, eps: float, following: Linear, early: bool = False) -> tuple[Tensor, Rows]:
-    return sum_norm_rows(partials, weight, eps, 1, following.operand.bits, early)
+def _enter(
+    partials: Tensor, weight: Tensor, eps: float, following: Linear, release: Release = "late"
+) -> tuple[Tensor, Rows]:
+    return sum_norm_rows(partials, weight, eps, 1, following.operand.bits, release)
 
 
-def _reuse(packed: Rows, x: Tensor, following: Linear, early: bool = False) -> Rows:
+def _reuse(packed: Rows, x: Tensor, following: Linear, release: Release = "late") -> Rows:
     bits = following.operand.bits
     if packed.bits == bits:
         return packed
     if bits == 16:  # a bf16 product takes the values as they are, and nothing else
         return Rows(x, packed.sums, packed.scales, bits)
-    return pack_rows(x, bits, 1, early=early)
+    return pack_rows(x, bits, 1, release=release)
 
 
 def _pick(partials: Tensor) -> Tensor:
@@ -327,24 +329,27 @@ ROW_WISE: dict[str, Callable[..., Any]] = {
     "gated": _geglu_product,
     "reuse": _reuse,
 }
-"""Ops whose last row-wise launch can let the next one start right after its wait (decisions 8 and 15)."""
+"""Ops whose last row-wise launch can let the next one start before its own end (decisions 8 and 15)."""
 
-EARLY = "heads", "attend", "residual", "geglu"
+STEPS: dict[str, Release] = {"heads": "first", "attend": "first", "residual": "early", "geglu": "first"}
+"""When those of classic and verify steps do: a residual norm's programs are few but large, and would be in the way of
+the product before it."""
 EARLY_IN_DRAFTS = "join_accepted", "join", "enter", "residual", "gated", "reuse"
-"""Those that do: in classic and verify steps, and in a draft step's few programs."""
+"""Those of a draft step, with its few programs, that do right after their wait."""
 
 
-def releasing_early(names: Iterable[str]) -> FusedOps:
-    """`LATE` with these ops letting the next launch start right after their wait: the same bytes."""
-    return replace(LATE, **{name: partial(ROW_WISE[name], early=True) for name in names})
+def releasing(when: Mapping[str, Release]) -> FusedOps:
+    """`LATE` with these ops letting the next launch start then: the same bytes."""
+    return replace(LATE, **{name: partial(ROW_WISE[name], release=release) for name, release in when.items()})
 
 
 def draft_ops(early: Collection[str] = EARLY_IN_DRAFTS) -> FusedOps:
     """Those of a draft step: queries are made in attention and GeGLU's rows in `down` where they can be."""
-    return replace(releasing_early(early), attend_sums=attend_sums, gated=partial(gated, early="gated" in early))
+    made = partial(gated, release="early" if "gated" in early else "late")
+    return replace(releasing(dict.fromkeys(early, "early")), attend_sums=attend_sums, gated=made)
 
 
-FUSED = releasing_early(EARLY)
+FUSED = releasing(STEPS)
 FUSED_DRAFT = draft_ops()
 
 KERNELS = Kernels(

@@ -203,7 +203,7 @@ def gate_entries() -> list[Entry]:
         sum_partials(torch.empty(32, SLOTS, 1024), rows)
 
     def hurries(rows: int) -> None:
-        pack_rows(torch.empty(SLOTS, 1024, dtype=torch.bfloat16), 4, rows, early=True)
+        pack_rows(torch.empty(SLOTS, 1024, dtype=torch.bfloat16), 4, rows, release="early")
 
     return [
         entry("honest", honest),

@@ -21,6 +21,13 @@ JITS = ("triton.jit", "gluon.jit", "jit")
 RELEASES_FIRST = ("_qmv_ahead",)
 """Whose consumers may be placed before its wait: a product's, which are few and small (decision 15)."""
 
+NORMS = ("weight_ptr", "post_weight_ptr", "next_weight_ptr", "scalar_ptr", "norm_heads_ptr")
+SETTLED = (*NORMS, "codes_ptr", "scales_ptr", "reach_ptr", "data_ptr")
+STEP = ("position_ptr", "cos_ptr", "sin_ptr")
+READ_AHEAD = {"values_of": ("v_ptr",), "scaled_values": ("v_ptr",)}
+"""What may be read before the wait: parameters; what a step's first launch has settled; and behind a launch that
+releases late, what was written before that one."""
+
 Function = ast.FunctionDef
 
 
@@ -116,8 +123,18 @@ def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"returns before {name}(): the order of launches is lost"
             if isinstance(node, ast.Call) and _dotted(node) == "_copy_rows":
                 yield node.lineno, f"reads rows before {name}(): the launch that makes them may still run"
+            for pointer in _read_from(node):
+                if pointer not in (*SETTLED, *STEP, *READ_AHEAD.get(function.name, ())):
+                    yield node.lineno, f"reads {pointer} before {name}(): the launch that makes it may still run"
             if isinstance(node, ast.Call) and _dotted(node) in ("tl.store", "gl.store", "store_rows"):
                 yield node.lineno, "stores before wait_for_producers(): an earlier launch may still read there"
+
+
+def _read_from(node: ast.AST) -> Iterator[str]:
+    """Pointers that a call is given, but for a store's."""
+    if isinstance(node, ast.Call) and _dotted(node) not in ("tl.store", "gl.store", "store_rows"):
+        for argument in node.args:
+            yield from sorted({x.id for x in ast.walk(argument) if isinstance(x, ast.Name) and x.id.endswith("_ptr")})
 
 
 def _specialized(function: Function) -> Iterator[str]:

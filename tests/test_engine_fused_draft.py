@@ -170,12 +170,14 @@ def test_early_launches_are_the_same_ones(noted: dict[str, Any]) -> None:
     """When consumers may start is all that may differ: another kernel, order or constant would be another drafter. An
     op whose launch did not say so would be timed as if it had."""
     late, used, geglu = (noted["chains"][which] for which in ("late", "used", "gated"))
-    assert [(kernel, text.replace("EARLY=True", "EARLY=False")) for kernel, text in used] == [tuple(x) for x in late]
+    assert [(kernel, text.replace("RELEASE=early", "RELEASE=late")) for kernel, text in used] == [
+        tuple(x) for x in late
+    ]
     assert {kernel for kernel, _ in late} > STAY_LATE
-    assert not [text for _, text in late if "EARLY=True" in text]
+    assert not [text for _, text in late if "RELEASE=early" in text]
     for kernel, text in used:
-        assert ("EARLY=True" in text) == (kernel not in STAY_LATE), kernel
-    assert {kernel for kernel, text in geglu if "EARLY=True" in text} == {"_geglu_rows"}
+        assert ("RELEASE=early" in text) == (kernel not in STAY_LATE), kernel
+    assert {kernel for kernel, text in geglu if "RELEASE=early" in text} == {"_geglu_rows"}
 
 
 def test_launch_shapes_are_read_from_the_command_line() -> None:

@@ -17,19 +17,20 @@ from support_rowops import DEVICE, EPS, by_row, halves, random, weight
 
 from kernels import FusedOps, Linear
 from kernels.argmax import head_best
+from kernels.jit import Release
 from kernels.launch import LaunchShape
 from kernels.repack import pack_dense
 from kernels.rows import Rows, pack_rows
 from kernels.testing import same_bytes
 from kernels.triton_backend import (
-    EARLY,
     EARLY_IN_DRAFTS,
     FUSED_DRAFT,
     KERNELS,
     LATE,
     ROW_WISE,
+    STEPS,
     draft_ops,
-    releasing_early,
+    releasing,
 )
 from tools import time_draft
 
@@ -110,11 +111,12 @@ def first_rows(found: Any) -> Iterator[Tensor]:
             yield x[:1] if x.dim() > 1 else x
 
 
+@pytest.mark.parametrize("release", ["early", "first"])
 @pytest.mark.parametrize("name", ROW_WISE)
-def test_an_early_op_has_the_bytes_of_the_other(name: str) -> None:
+def test_an_early_op_has_the_bytes_of_the_other(name: str, release: Release) -> None:
     """An argument that went astray on its way to the launch would be another drafter's op."""
     for call in CALLS[name]:
-        expected, found = list(first_rows(call(LATE))), list(first_rows(call(releasing_early([name]))))
+        expected, found = list(first_rows(call(LATE))), list(first_rows(call(releasing({name: release}))))
         assert expected
         assert all(same_bytes(own, other) for own, other in zip(found, expected, strict=True))
 
@@ -127,9 +129,9 @@ def changed(ops: FusedOps) -> set[str]:
 def test_only_the_named_ops_release_early() -> None:
     """Products release first whoever calls, and a draft's few programs want other ops to than a verify step's many."""
     for names in (set(ROW_WISE), {"gated"}, set()):
-        assert changed(releasing_early(names)) == names
+        assert changed(releasing(dict.fromkeys(names, "early"))) == names
     assert KERNELS.fused is not None
-    assert changed(KERNELS.fused) == set(EARLY)
+    assert changed(KERNELS.fused) == set(STEPS)
     assert KERNELS.fused_draft is FUSED_DRAFT
     assert changed(FUSED_DRAFT) == {*EARLY_IN_DRAFTS, "attend_sums"}
 

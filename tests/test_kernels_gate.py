@@ -275,8 +275,8 @@ def test_source_rules(path: Path) -> None:
 
 GOOD = """
 @triton.jit(do_not_specialize=["rows"])
-def _kernel(x_ptr, rows, K: tl.constexpr):
-    w = tl.load(x_ptr)
+def _kernel(x_ptr, weight_ptr, rows, K: tl.constexpr):
+    w = tl.load(weight_ptr)
     wait_for_producers()
     w = dot(w, w, w)
     release_consumers()
@@ -297,12 +297,18 @@ BROKEN = {
         f"    release_consumers()\n{WAIT}\n    w = dot(w, w, w)",
         "release_consumers() before the wait",
     ),
-    "rows ahead of the wait": ("    w = tl.load(x_ptr)\n", "    _copy_rows(x_ptr)\n", "reads rows before wait_for_"),
+    "rows ahead of the wait": ("    w = tl.load(weight_ptr)\n", "    _copy_rows(w)\n", "reads rows before wait_for_"),
+    "a producer's values": (
+        "w = tl.load(weight_ptr)",
+        "w = tl.load(x_ptr + K)",
+        "reads x_ptr before wait_for_producers()",
+    ),
+    "a helper's read": ("w = tl.load(weight_ptr)", "w = _angles(x_ptr)", "reads x_ptr before wait_for_producers()"),
     "no wait": (f"{WAIT}\n", "", "must be called once, outside loops and conditions: 0 found"),
     "a wait in a loop": (WAIT, f"    for _ in range(2):\n    {WAIT}", "must be called once, outside loops and cond"),
     "two waits": (WAIT, f"{WAIT}\n{WAIT}", "must be called once, outside loops and conditions: 2 found"),
-    "an early store": ("w = tl.load(x_ptr)", "tl.store(x_ptr, 0)", "stores before wait_for_producers()"),
-    "an early return": ("w = tl.load(x_ptr)", "if K:\n        return", "returns before wait_for_producers()"),
+    "an early store": ("w = tl.load(weight_ptr)", "tl.store(x_ptr, 0)", "stores before wait_for_producers()"),
+    "an early return": ("w = tl.load(weight_ptr)", "if K:\n        return", "returns before wait_for_producers()"),
     "a bare dot": ("dot(w", "tl.dot(w", "tl.dot outside kernels.jit.dot"),
     "an atomic": ("tl.store(x_ptr, ", "tl.atomic_add(x_ptr, ", "tl.atomic_add: the order of float atomics"),
     "autotune": ("@triton.jit", "@triton.autotune([], [])\n@triton.jit", "triton.autotune: picks a configuration"),

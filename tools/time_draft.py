@@ -37,7 +37,7 @@ from kernels.gate.record import Variant, recorded_launches
 from kernels.jit import GROUP, INTERPRETED, SLOTS
 from kernels.launch import LaunchShape, launch_shape
 from kernels.repack import PackedWeight
-from kernels.triton_backend import EARLY_IN_DRAFTS, FUSED_DRAFT, LATE, draft_ops, gated, releasing_early, screen_of
+from kernels.triton_backend import EARLY_IN_DRAFTS, FUSED_DRAFT, LATE, draft_ops, gated, releasing, screen_of
 from tools.tune_qmv import Matrix, matrix_of, stream_gb_per_s
 
 Shapes = Mapping[Matrix, LaunchShape]
@@ -180,9 +180,12 @@ def forms(bits: int) -> dict[str, FusedOps]:
     return {
         "late": draft_ops(()),
         "queries apart": replace(FUSED_DRAFT, attend_sums=None),
-        "GeGLU apart": replace(FUSED_DRAFT, gated=releasing_early(["gated"]).gated),
+        "GeGLU apart": replace(FUSED_DRAFT, gated=releasing({"gated": "early"}).gated),
         "late, all apart": LATE,
-        **{f"gated {size}": replace(FUSED_DRAFT, gated=partial(gated, per_program=size, early=True)) for size in sizes},
+        **{
+            f"gated {size}": replace(FUSED_DRAFT, gated=partial(gated, per_program=size, release="early"))
+            for size in sizes
+        },
     }
 
 

@@ -29,20 +29,19 @@ from kernels import (
     sdpa_vector,
 )
 from kernels.gate import qwen35
-from kernels.gate.entry import PRODUCT, Entry, Expect, Release, product
-from kernels.jit import GROUP, SLOTS
+from kernels.gate.entry import PRODUCT, Entry, Expect, product
+from kernels.jit import GROUP, SLOTS, Release
 from kernels.launch import TABLE, LaunchShape, launch_shape
 from kernels.repack import PackedWeight
 from kernels.sdpa_plan import Plan
 from kernels.sdpa_queries import QueryHeads
-from kernels.triton_backend import EARLY
+from kernels.triton_backend import STEPS
 
 WINDOW, RING, MAX_KEYS = 1024, 1031, 8192
 VOCABULARY = 262144
 EPS = 1e-6
 SPLIT = 4
 PLAIN = Expect()
-WHEN: dict[bool, Release] = {True: "early", False: "late"}
 GATED = Expect(mma="HMMA", rows=SLOTS, per_weight=3.0)
 """GeGLU over all threads of a program of four warps; where each warp makes all of it, a weight costs 6.2 to 6.6."""
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
@@ -154,12 +153,13 @@ def _row_ops() -> Iterator[Entry]:
     """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax; a target's as its steps launch
     them, a drafter's in the form that starts nothing early."""
     for model in GEOMETRIES:
+        residual = "_residual_norm_cluster" if model.hidden > fused_norms.WHOLE else "_residual_norm_rows"
         yield Entry(f"{model.name} norm_rows", partial(_norm, model))
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
             call = partial(_residual, model, bits)
             name = f"residual_norm_rows to {what}"
-            yield _in_steps(model, name, "residual", "_residual_norm_rows", call, Expect(loads_ahead=model.split))
-        yield _in_steps(model, "last residual", "residual", "_residual_norm_rows", partial(_residual, model, None))
+            yield _in_steps(model, name, "residual", residual, call, Expect(loads_ahead=model.split))
+        yield _in_steps(model, "last residual", "residual", residual, partial(_residual, model, None))
         for layer in model.layers:
             name, call = f"{layer.name} head_norms_rope", partial(_head_norms, layer)
             yield _in_steps(model, name, "heads", "_head_norms_rope", call)
@@ -177,8 +177,8 @@ def _in_steps(
     model: Geometry, name: str, op: str, kernel: str, call: Callable[..., None], expect: Expect = PLAIN
 ) -> Entry:
     """An op's launch as classic and verify steps of a target make it."""
-    early = model.name != "drafter" and op in EARLY
-    return Entry(f"{model.name} {name}", partial(call, early=early), {kernel: replace(expect, release=WHEN[early])})
+    release: Release = STEPS.get(op, "late") if model.name != "drafter" else "late"
+    return Entry(f"{model.name} {name}", partial(call, release=release), {kernel: replace(expect, release=release)})
 
 
 def _draft_ops() -> Iterator[Entry]:
@@ -222,25 +222,25 @@ def _early_ops() -> Iterator[Entry]:
         ("pack_rows", "_pack", partial(_pack, drafter, 4), Expect()),
     ]
     for name, kernel, call, expect in calls:
-        yield Entry(f"{name}, early", partial(call, early=True), {kernel: replace(expect, release="early")})
+        yield Entry(f"{name}, early", partial(call, release="early"), {kernel: replace(expect, release="early")})
 
 
 def _ids() -> Tensor:
     return torch.empty(SLOTS, dtype=torch.int32)
 
 
-def _join(model: Geometry, bits: int, first: bool, m: int, early: bool = False) -> None:
+def _join(model: Geometry, bits: int, first: bool, m: int, release: Release = "late") -> None:
     table, keys, state = _table(model), argmax.head_keys(VOCABULARY, torch.device("cpu")), halves(SLOTS, model.hidden)
     if first:
-        draft_rows.join_rows(table, _ids(), m - 1, None, halves(1), state, bits, early)
+        draft_rows.join_rows(table, _ids(), m - 1, None, halves(1), state, bits, release)
     else:
         sums = floats(launch_shape(GEOMETRIES[-1].hidden, model.hidden, bits).split, SLOTS, model.hidden)
-        draft_rows.join_rows(table, _ids(), m - 1, keys, halves(1), sums, bits, early)
+        draft_rows.join_rows(table, _ids(), m - 1, keys, halves(1), sums, bits, release)
 
 
-def _join_accepted(model: Geometry, bits: int, m: int, early: bool = False) -> None:
+def _join_accepted(model: Geometry, bits: int, m: int, release: Release = "late") -> None:
     operands = _table(model), _ids(), _ids(), halves(SLOTS, model.hidden), position(), position(), m, halves(1), bits
-    draft_rows.join_accepted_rows(*operands, early)
+    draft_rows.join_accepted_rows(*operands, release)
 
 
 def _write_best(m: int) -> None:
@@ -253,22 +253,22 @@ def _screened(width: int, features: int, m: int) -> None:
     screened_head.screened_best(sums, halves(SLOTS, width), head, copy, floats(1))
 
 
-def _sum_norm(width: int, split: int, bits: int, m: int, early: bool = False) -> None:
-    fused_norms.sum_norm_rows(floats(split, SLOTS, width), floats(width), EPS, m, bits, early)
+def _sum_norm(width: int, split: int, bits: int, m: int, release: Release = "late") -> None:
+    fused_norms.sum_norm_rows(floats(split, SLOTS, width), floats(width), EPS, m, bits, release)
 
 
 def _norm(model: Geometry, m: int) -> None:
     fused_norms.norm_rows(halves(SLOTS, model.hidden), floats(model.hidden), EPS, m, model.bits)
 
 
-def _residual(model: Geometry, bits: int | None, m: int, early: bool = False) -> None:
+def _residual(model: Geometry, bits: int | None, m: int, release: Release = "late") -> None:
     n = model.hidden
     sums, weight = floats(model.split, SLOTS, n), None if bits is None else floats(n)
     operands = sums, halves(SLOTS, n), floats(n), halves(1), weight, EPS, m, bits or 4
-    fused_norms.residual_norm_rows(*operands, early=early)
+    fused_norms.residual_norm_rows(*operands, release=release)
 
 
-def _head_norms(layer: Attention, m: int, early: bool = False) -> None:
+def _head_norms(layer: Attention, m: int, release: Release = "late") -> None:
     heads = layer.heads + layer.kv_heads * (1 if layer.k_eq_v else 2)
     ring = MAX_KEYS if layer.window is None else RING
     cache = halves(layer.kv_heads, ring, layer.width) if layer.kv_heads else None
@@ -287,20 +287,20 @@ def _head_norms(layer: Attention, m: int, early: bool = False) -> None:
         cache,
         ring,
         settled=True,
-        early=early,
+        release=release,
     )
 
 
-def _geglu_rows(model: Geometry, m: int, early: bool = False) -> None:
-    geglu.geglu_rows(floats(1, SLOTS, 2 * model.inner), m, model.mlp_bits, fused=True, early=early)
+def _geglu_rows(model: Geometry, m: int, release: Release = "late") -> None:
+    geglu.geglu_rows(floats(1, SLOTS, 2 * model.inner), m, model.mlp_bits, fused=True, release=release)
 
 
 def _sum_partials(model: Geometry, m: int) -> None:
     rows.sum_partials(floats(SPLIT, SLOTS, model.hidden), m)
 
 
-def _pack(model: Geometry, bits: int, m: int, early: bool = False) -> None:
-    rows.pack_rows(halves(SLOTS, model.hidden), bits, m, early=early)
+def _pack(model: Geometry, bits: int, m: int, release: Release = "late") -> None:
+    rows.pack_rows(halves(SLOTS, model.hidden), bits, m, release=release)
 
 
 def _embed(model: Geometry, bits: int, m: int) -> None:
@@ -347,7 +347,7 @@ def _attention() -> Iterator[Entry]:
                 expects = SLIDING_ATTENTION if layer.window else FULL_ATTENTION
                 yield Entry(f"{model.name} {layer.name} attention", partial(_attend, layer, None), expects)
                 name = f"{model.name} {layer.name} attention to {model.bits} bits"
-                expects = {**expects, "combine": Expect(release=WHEN["attend" in EARLY])}
+                expects = {**expects, "combine": Expect(release=STEPS["attend"])}
                 yield Entry(name, partial(_attend, layer, model.bits), expects)
     for model, bits in zip(GEOMETRIES[:-1], (4, 16), strict=True):
         layer, name = model.layers[0], f"{model.name} drafter's sliding attention from sums"
@@ -367,7 +367,7 @@ def _attend(layer: Attention, bits: int | None, m: int, plan: Plan | None = None
             sdpa_vector.sdpa_vector(q, cache, cache, position(), m, layer.window, ring, keys, plan=plan, settled=True)
         else:
             place = position(), m, layer.window, ring, keys
-            sdpa_vector.sdpa_vector_rows(q, cache, cache, *place, bits, settled=True, early="attend" in EARLY)
+            sdpa_vector.sdpa_vector_rows(q, cache, cache, *place, bits, settled=True, release=STEPS["attend"])
 
 
 def _attend_sums(layer: Attention, split: int, bits: int, m: int) -> None:

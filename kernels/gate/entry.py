@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-Release = Literal["first", "early", "late"]
-"""When a kernel lets the next launch's programs start (decisions 8 and 15): before its wait, right after it, or when
-its work is done."""
+from kernels.jit import Release
 
 INSTRUCTIONS_PER_WEIGHT = {4: 2.8, 8: 4.5, 16: 2.0}
 """Most lane-instructions a weight of so many bits may cost in a product's main loop.

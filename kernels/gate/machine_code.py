@@ -14,7 +14,7 @@ from typing import Any
 
 import triton
 
-from kernels.gate.entry import Release
+from kernels.jit import Release
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z0-9_.]+)([^;]*);")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
