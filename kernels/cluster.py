@@ -1,12 +1,13 @@
 """Sums over a row that a cluster of programs shares, as one written-down tree, for kernels in Gluon.
 
 A wide row is [CLUSTER, elements of a program], one line to a program, eight neighbouring elements to a thread. The
-programs of a cluster run side by side and write into each other's shared memory, so that adding up a row costs one
-barrier: they meet there, not in the L2, where what else is read would be in the way. Every step of a sum adds two
-numbers, neighbours first, as `kernels.tree` does, so that the bytes are the same.
+programs of a cluster run side by side and write into each other's shared memory, where a barrier counts the bytes that
+have come: no fence, and no way through the L2, where what else is read would be in the way. Every step of a sum adds
+two numbers, neighbours first, as `kernels.tree` does, so that the bytes are the same.
 
 The language has no word for another program's shared memory, so these sums are inline PTX: each takes a thread's eight
-elements and gives the result to all eight.
+elements and gives the result to all eight. `room` is where they meet; a kernel has no other shared memory, so that it
+lies at the same place in all of them.
 """
 
 from __future__ import annotations
@@ -22,39 +23,70 @@ EACH = 8
 """Elements of a thread."""
 
 
-@triton.constexpr_function
-def whole_row(warps: int, first: bool) -> str:
-    """PTX that adds up a row: a thread's elements, a warp's threads, then all warps of the cluster.
+MEETINGS, MOST_WARPS = 2, 4
+"""Sums over a row that a kernel may take, and warps of a program: what there is room for."""
 
-    Each warp puts its sum into the shared memory of every program. The first meeting also waits until all programs have
-    begun, without which they have no shared memory; `begin` says so.
-    """
-    count = warps * CLUSTER
+ROOM = 128
+"""Words of the room: a barrier of two for each meeting, then the sums that come to each; a power of two."""
+
+SHARED_BYTES = 4 * 2 * ROOM
+"""What a kernel with meetings takes, and no more: the room has to be the first thing in it."""
+
+
+@triton.constexpr_function
+def beginning(warps: int) -> str:
+    """PTX that makes a barrier ready for each meeting, to be passed when every warp of the cluster has sent its sum,
+    and waits until the other programs have done so: before that nothing can be sent to them."""
     lines = [
         "{",
-        f".shared .align 16 .b32 sums[{count}];",
-        ".reg .pred writes;",
-        ".reg .b32 lane, place, there, own;",
+        ".reg .pred first;",
+        ".reg .b32 thread, here;",
+        "mov.u32 thread, %tid.x;",
+        "setp.eq.u32 first, thread, 0;",
+        "mov.u32 here, global_smem;",
+        *(f"@first mbarrier.init.shared::cta.b64 [here+{8 * at}], 1;" for at in range(MEETINGS)),
+        "@first fence.mbarrier_init.release.cluster;",
+    ]
+    for at in range(MEETINGS):
+        lines.append(f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [here+{8 * at}], {4 * warps * CLUSTER};")
+    arrive = "barrier.cluster.arrive.relaxed.aligned;", "barrier.cluster.wait.aligned;"
+    return "\n".join([*lines, *arrive, "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def whole_row(warps: int, meeting: int) -> str:
+    """PTX that adds up a row: a thread's elements, a warp's threads, then all warps of the cluster.
+
+    Each warp sends its sum to every program; each program waits until all have come to it.
+    """
+    count = warps * CLUSTER
+    barrier, sums = 8 * meeting, 8 * MEETINGS + 4 * MOST_WARPS * CLUSTER * meeting
+    lines = [
+        "{",
+        ".reg .pred sends, come;",
+        ".reg .b32 lane, place, there, at, here;",
         f".reg .f32 x<{EACH}>, other, s<{count}>;",
         *_thread_sum("add.rn.f32"),
         *_across("add.rn.f32", (1, 2, 4, 8, 16)),
+        "mov.u32 here, global_smem;",
         "mov.u32 lane, %tid.x;",
-        "shr.u32 place, lane, 5;",
+        "shr.u32 at, lane, 5;",
         "and.b32 lane, lane, 31;",
-        f"setp.lt.u32 writes, lane, {CLUSTER};",
-        "mov.u32 own, %cluster_ctarank;",
-        f"mad.lo.u32 place, own, {warps}, place;",
-        "shl.b32 place, place, 2;",
-        "mov.u32 own, sums;",
-        "add.u32 place, place, own;",
-        *(["barrier.cluster.wait.aligned;"] if first else []),
-        "@writes mapa.shared::cluster.u32 there, place, lane;",
-        "@writes st.shared::cluster.f32 [there], x0;",
-        "barrier.cluster.arrive.release.aligned;",
-        "barrier.cluster.wait.acquire.aligned;",
+        f"setp.lt.u32 sends, lane, {CLUSTER};",
+        "mov.u32 place, %cluster_ctarank;",
+        f"mad.lo.u32 place, place, {warps}, at;",
+        "mad.lo.u32 place, place, 4, here;",
+        f"add.u32 place, place, {sums};",
+        f"add.u32 at, here, {barrier};",
+        "@sends mapa.shared::cluster.u32 there, place, lane;",
+        "@sends mapa.shared::cluster.u32 at, at, lane;",
+        "@sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], x0, [at];",
+        "waiting:",
+        f"mbarrier.try_wait.parity.shared::cta.b64 come, [here+{barrier}], 0;",
+        "@!come bra waiting;",
     ]
     for at in range(0, count, 4):
-        lines.append(f"ld.shared.v4.f32 {{s{at}, s{at + 1}, s{at + 2}, s{at + 3}}}, [own+{4 * at}];")
+        lines.append(f"ld.shared.v4.f32 {{s{at}, s{at + 1}, s{at + 2}, s{at + 3}}}, [here+{sums + 4 * at}];")
     return "\n".join([*lines, *_tree("add.rn.f32", "s", count), *_to_all("s0"), "}"])
 
 
@@ -91,21 +123,45 @@ def _to_all(name: str) -> list[str]:
     return [f"mov.b32 ${at}, {name};" for at in range(EACH)]
 
 
+@triton.constexpr_function
+def _plain() -> object:
+    """Shared memory of which every program has its own."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0], [[0], [0], [0]])
+
+
+@triton.constexpr_function
+def _anywhere(warps: int) -> object:
+    return gl.BlockedLayout([1], [32], [warps], [0], [[0], [0], [0]])
+
+
 OPERANDS = gl.constexpr(",".join(["=r"] * EACH + ["r"] * EACH))
-BEGIN = gl.constexpr("barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;")
+ROOM_WORDS = gl.constexpr(ROOM)
 ADD, LARGER = gl.constexpr("add.rn.f32"), gl.constexpr("max.u32")
 
 
 @gluon.jit
 def begin():
-    """Say that this program has begun; a kernel does so once, before its first `row_sum`, which waits for all."""
-    gl.inline_asm_elementwise(BEGIN, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+    """The room of a kernel's meetings, ready once all programs of the cluster have begun; `end` gives it up."""
+    LAYOUT: gl.constexpr = _plain()
+    ANYWHERE: gl.constexpr = _anywhere(gl.num_warps())
+    ASM: gl.constexpr = beginning(gl.num_warps())
+    room = gl.allocate_shared_memory(gl.int32, [2, ROOM_WORDS], LAYOUT)
+    # A store beside the room: without any the compiler would drop the name by which the PTX finds it.
+    room.index(1).store(gl.zeros([ROOM_WORDS], gl.int32, ANYWHERE))
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+    return room
 
 
 @gluon.jit
-def row_sum(x, FIRST: gl.constexpr):
-    """The sum of all of x fp32 [CLUSTER, n], in every element; FIRST: the kernel's first."""
-    ASM: gl.constexpr = whole_row(gl.num_warps(), FIRST)
+def end(room):
+    """Nothing else may lie there before."""
+    room._keep_alive()
+
+
+@gluon.jit
+def row_sum(x, MEETING: gl.constexpr):
+    """The sum of all of x fp32 [CLUSTER, n], in every element; each of a kernel's has a number of its own, 0 or 1."""
+    ASM: gl.constexpr = whole_row(gl.num_warps(), MEETING)
     return gl.inline_asm_elementwise(ASM, OPERANDS, [x], dtype=gl.float32, is_pure=False, pack=8)
 
 

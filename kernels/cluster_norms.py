@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.cluster import CLUSTER, EACH, begin, group_largest, group_sums, row_sum
+from kernels.cluster import CLUSTER, EACH, MOST_WARPS, begin, end, group_largest, group_sums, row_sum
 from kernels.jit import (
     Release,
     half_exponent_of,
@@ -28,8 +28,8 @@ from kernels.jit import (
 from kernels.rmsnorm import inverse_rms
 from kernels.rows import Rows
 
-WIDEST = CLUSTER * 1024
-"""Widest row: four warps of each program."""
+WIDEST = CLUSTER * MOST_WARPS * 32 * EACH
+"""Widest row."""
 
 
 def norm(h: Tensor, weight: Tensor, eps: float, rows: int, out: Rows, normed: Tensor | None) -> None:
@@ -116,13 +116,14 @@ def _norm_cluster(
     h_ptr, weight_ptr, normed_ptr, values_ptr, sums_ptr, scales_ptr, eps,
     D: gl.constexpr, SIZE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    begin()
+    room = begin()
     m, at = gl.program_id(0), _elements(SIZE)
     weight = gl.load(weight_ptr + at, mask=at < D, other=0.0)
     wait_for_producers()
     h = gl.load(h_ptr + m * D + at, mask=at < D, other=0.0).to(gl.float32)
-    x = round_bf16(h * inverse_rms(row_sum(h * h, True), eps, D) * weight)
+    x = round_bf16(h * inverse_rms(row_sum(h * h, 0), eps, D) * weight)
     _store(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, BITS)
+    end(room)
 
 
 @gluon.jit
@@ -130,14 +131,15 @@ def _sum_norm_cluster(
     partials_ptr, weight_ptr, out_ptr, values_ptr, sums_ptr, scales_ptr, eps,
     D: gl.constexpr, SIZE: gl.constexpr, SPLIT: gl.constexpr, BITS: gl.constexpr, RELEASE: gl.constexpr,
 ):  # fmt: skip
-    begin()
+    room = begin()
     m, at = gl.program_id(0), _elements(SIZE)
     weight = gl.load(weight_ptr + at, mask=at < D, other=0.0)
     wait_for_producers(RELEASE)
     h = _added(partials_ptr, m, at, D, SPLIT)
-    gl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
-    x = round_bf16(h * inverse_rms(row_sum(h * h, True), eps, D) * weight)
+    x = round_bf16(h * inverse_rms(row_sum(h * h, 0), eps, D) * weight)
     _store(x, m, at, None, values_ptr, sums_ptr, scales_ptr, D, BITS)
+    gl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
+    end(room)
 
 
 @gluon.jit
@@ -146,7 +148,7 @@ def _residual_norm_cluster(
     normed_ptr, values_ptr, sums_ptr, scales_ptr, eps,
     D: gl.constexpr, SIZE: gl.constexpr, SPLIT: gl.constexpr, BITS: gl.constexpr, RELEASE: gl.constexpr,
 ):  # fmt: skip
-    begin()
+    room = begin()
     m, at = gl.program_id(0), _elements(SIZE)
     post_weight = gl.load(post_weight_ptr + at, mask=at < D, other=0.0)
     if next_weight_ptr is not None:
@@ -156,10 +158,11 @@ def _residual_norm_cluster(
     wait_for_producers(RELEASE)
     residual = gl.load(residual_ptr + m * D + at, mask=at < D, other=0.0).to(gl.float32)
     y = _added(partials_ptr, m, at, D, SPLIT)
-    h = round_bf16(residual + round_bf16(y * inverse_rms(row_sum(y * y, True), eps, D) * post_weight))
+    h = round_bf16(residual + round_bf16(y * inverse_rms(row_sum(y * y, 0), eps, D) * post_weight))
     if scalar_ptr is not None:
         h = round_bf16(h * scalar)
-    gl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
     if next_weight_ptr is not None:
-        x = round_bf16(h * inverse_rms(row_sum(h * h, False), eps, D) * next_weight)
+        x = round_bf16(h * inverse_rms(row_sum(h * h, 1), eps, D) * next_weight)
         _store(x, m, at, normed_ptr, values_ptr, sums_ptr, scales_ptr, D, BITS)
+    gl.store(out_ptr + m * D + at, to_bf16(h), mask=at < D)
+    end(room)

@@ -225,5 +225,6 @@ def gate_entries() -> list[Entry]:
         entry("a late release", honest, expect=replace(plain, release="early")),
         entry("a release after the wait", honest, expect=replace(plain, release="first")),
         entry("nothing asked for ahead", honest, expect=replace(plain, copies_ahead=1)),
+        entry("shared memory beside a meeting's", honest, expect=replace(plain, shared_bytes=64)),
         Entry("a release before the reads", hurries),
     ]

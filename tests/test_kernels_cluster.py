@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not built for this platform")
 
-from kernels.cluster import CLUSTER, EACH, group, whole_row
+from kernels.cluster import CLUSTER, EACH, MEETINGS, MOST_WARPS, ROOM, beginning, group, whole_row
 
 LANES = 32
-STATEMENT = re.compile(r"(?:@writes )?([a-z0-9.:_]+) (.+)")
+STATEMENT = re.compile(r"(?:@sends )?([a-z0-9.:_]+) (.+)")
 
 
 def run(text: str, x: np.ndarray) -> np.ndarray:
@@ -37,13 +37,20 @@ def run(text: str, x: np.ndarray) -> np.ndarray:
             registers[operands[0]] = (registers[operands[1]].view(np.uint32) & 0x7FFFFFFF).view(np.float32)
         elif operation == "shfl.sync.bfly.b32":
             registers[operands[0]] = registers[operands[1]][:, np.arange(LANES) ^ int(operands[2])]
-        elif operation == "st.shared::cluster.f32":
-            shared[:] = registers[operands[1]][:, 0]  # lanes 0 to 7, which hold the same, write to a program each
+        elif operation.startswith("st.async"):
+            shared[:] = registers[operands[1]][:, 0]  # lanes 0 to 7, which hold the same, send to a program each
         elif operation == "ld.shared.v4.f32":
-            first = int(operands[4].split("+")[1].rstrip("]")) // 4
+            first = (int(operands[4].split("+")[1].rstrip("]")) - sums_at(text)) // 4
             for at, name in enumerate(operands[:4]):
                 registers[name] = np.broadcast_to(shared[first + at], x.shape[:2])
     return np.stack([registers[f"${at}"] for at in range(EACH)], -1)
+
+
+def sums_at(text: str) -> int:
+    """Where in the room a sum's programs send to."""
+    found = re.search(r"add\.u32 place, place, (\d+);", text)
+    assert found
+    return int(found[1])
 
 
 def tree(x: np.ndarray) -> np.ndarray:
@@ -61,26 +68,41 @@ def elements(warps: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_row_is_summed_as_the_tree(warps: int, first: bool) -> None:
+@pytest.mark.parametrize("meeting", range(MEETINGS))
+def test_a_row_is_summed_as_the_tree(warps: int, meeting: int) -> None:
     """Neighbours first, over threads, warps and programs: the bytes of `kernels.tree`, in every element."""
     x = elements(warps)
     expected = tree(x.reshape(-1))
-    found = run(whole_row(warps, first), x)
+    found = run(whole_row(warps, meeting), x)
     assert (found.view(np.uint32) == expected.view(np.uint32)).all()
     assert tree(x.reshape(-1)[::-1].copy()) == expected  # mirrored is the same tree
     assert x.reshape(-1).cumsum()[-1] != expected
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_programs_wait_for_one_another(first: bool) -> None:
-    """A sum that is written before its target runs, or read before it is written, is lost."""
-    text = whole_row(2, first)
-    order = [text.index("st.shared::cluster"), text.index("arrive.release"), text.index("wait.acquire")]
-    order.append(text.index("ld.shared"))
+def test_programs_wait_for_one_another() -> None:
+    """A sum that is sent before its target is ready, or read before it has come, is lost."""
+    text = beginning(2)
+    order = [text.index(word) for word in ("mbarrier.init", "fence.mbarrier_init", "arrive.relaxed", "cluster.wait")]
     assert order == sorted(order)
-    begun = text.find("barrier.cluster.wait.aligned")
-    assert (0 <= begun < order[0]) if first else begun < 0
+    text = whole_row(2, 1)
+    order = [text.index(word) for word in ("st.async", "waiting:", "try_wait", "bra waiting", "ld.shared")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("warps", [1, 2, MOST_WARPS])
+def test_a_meeting_has_its_own_room(warps: int) -> None:
+    """Its barrier counts the bytes of one sum from each warp, and nobody else writes where they come to."""
+    taken: set[int] = set()
+    for meeting in range(MEETINGS):
+        text = whole_row(warps, meeting)
+        barrier, sums = re.search(r"\[here\+(\d+)\], 0;", text), sums_at(text)
+        assert barrier
+        assert f"[here+{barrier[1]}], {4 * warps * CLUSTER};" in beginning(warps)
+        assert f"add.u32 at, here, {barrier[1]};" in text
+        own = {*range(int(barrier[1]), int(barrier[1]) + 8), *range(sums, sums + 4 * warps * CLUSTER)}
+        assert not own & taken
+        assert max(own) < 4 * ROOM
+        taken |= own
 
 
 def test_a_group_is_summed_as_the_tree() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels import (
     argmax,
+    cluster,
     draft_rows,
     embed,
     fused_norms,
@@ -42,6 +43,8 @@ VOCABULARY = 262144
 EPS = 1e-6
 SPLIT = 4
 PLAIN = Expect()
+MEETS = Expect(shared_bytes=cluster.SHARED_BYTES)
+"""Of a wide row's programs: nothing may lie where they meet."""
 GATED = Expect(mma="HMMA", rows=SLOTS, per_weight=3.0)
 """GeGLU over all threads of a program of four warps; where each warp makes all of it, a weight costs 6.2 to 6.6."""
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
@@ -153,13 +156,14 @@ def _row_ops() -> Iterator[Entry]:
     """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax; a target's as its steps launch
     them, a drafter's in the form that starts nothing early."""
     for model in GEOMETRIES:
-        residual = "_residual_norm_cluster" if model.hidden > fused_norms.WHOLE else "_residual_norm_rows"
-        yield Entry(f"{model.name} norm_rows", partial(_norm, model))
+        wide = model.hidden > fused_norms.WHOLE
+        residual, norm = ("_residual_norm_cluster", MEETS) if wide else ("_residual_norm_rows", PLAIN)
+        yield Entry(f"{model.name} norm_rows", partial(_norm, model), {"_norm_cluster": MEETS} if wide else {})
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
             call = partial(_residual, model, bits)
             name = f"residual_norm_rows to {what}"
-            yield _in_steps(model, name, "residual", residual, call, Expect(loads_ahead=model.split))
-        yield _in_steps(model, "last residual", "residual", residual, partial(_residual, model, None))
+            yield _in_steps(model, name, "residual", residual, call, replace(norm, loads_ahead=model.split))
+        yield _in_steps(model, "last residual", "residual", residual, partial(_residual, model, None), norm)
         for layer in model.layers:
             name, call = f"{layer.name} head_norms_rope", partial(_head_norms, layer)
             yield _in_steps(model, name, "heads", "_head_norms_rope", call)
@@ -193,7 +197,7 @@ def _draft_ops() -> Iterator[Entry]:
         split = launch_shape(2 * GEOMETRIES[0].hidden, drafter.hidden, bits).split
         expects = {"_sum_norm_rows": Expect(loads_ahead=split)}
         yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits), expects)
-    yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4))
+    yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4), {"_sum_norm_cluster": MEETS})
     yield Entry("write_best", _write_best)
     screened = partial(_screened, drafter.hidden, VOCABULARY)
     yield Entry("31b drafter's head, screened", screened, {"_recheck": Expect(mma="HMMA", rows=8)})

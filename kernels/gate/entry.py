@@ -25,6 +25,7 @@ class Expect:
     loads_ahead: fewest loads that a thread has on their way before it adds the first two; None where it reads little.
     copies_ahead: fewest asynchronous copies that a thread has on their way before it waits for the launch before.
     release: when the next launch's programs may start.
+    shared_bytes: shared memory, where it has to be just that.
     """
 
     mma: str = "none"
@@ -33,6 +34,7 @@ class Expect:
     loads_ahead: int | None = None
     copies_ahead: int = 0
     release: Release = "late"
+    shared_bytes: int | None = None
 
 
 PRODUCT = Expect(mma="HMMA", rows=8, copies_ahead=1, release="first")

@@ -150,6 +150,8 @@ def _demands(binary: Binary, code: MachineCode, expect: Expect, arch: int) -> It
     yield code.float_atomics == 0, "no float atomics", f"{code.float_atomics} instructions"
     room = SHARED_BYTES.get(arch, min(SHARED_BYTES.values()))
     yield code.shared_bytes <= room, f"at most {room} bytes of shared memory", code.shared_bytes
+    if (exact := expect.shared_bytes) is not None:
+        yield code.shared_bytes == exact, f"{exact} bytes of shared memory", code.shared_bytes
     family = " and ".join(code.mma) or "none"
     yield len(code.mma) <= 1, "one MMA family", family
     yield _mma_fits(code, expect), f"MMA family {expect.mma}", family
