@@ -45,6 +45,7 @@ SPLIT = 4
 PLAIN = Expect()
 MEETS = Expect(shared_bytes=cluster.SHARED_BYTES)
 """Of a wide row's programs: nothing may lie where they meet."""
+RESIDUAL, SUM_NORM = "_residual_norm_cluster", "_sum_norm_cluster"
 GATED = Expect(mma="HMMA", rows=SLOTS, per_weight=3.0)
 """GeGLU over all threads of a program of four warps; where each warp makes all of it, a weight costs 6.2 to 6.6."""
 SLIDING_ATTENTION = {"attend": Expect(mma="HMMA")}
@@ -79,7 +80,7 @@ class Geometry:
 
     @property
     def split(self) -> int:
-        return max(shape.split for (_, features, _), shape in TABLE.items() if features == self.hidden)
+        return max((shape.split for (_, n, _), shape in TABLE.items() if n == self.hidden), default=SPLIT)
 
 
 GEOMETRIES = (
@@ -156,18 +157,20 @@ def _row_ops() -> Iterator[Entry]:
     """Between two products: sums of partials, norms, RoPE, GeGLU, the head's argmax; a target's as its steps launch
     them, a drafter's in the form that starts nothing early."""
     for model in GEOMETRIES:
-        wide = model.hidden > fused_norms.WHOLE
-        residual, norm = ("_residual_norm_cluster", MEETS) if wide else ("_residual_norm_rows", PLAIN)
-        yield Entry(f"{model.name} norm_rows", partial(_norm, model), {"_norm_cluster": MEETS} if wide else {})
+        yield Entry(f"{model.name} norm_rows", partial(_norm, model), {"_norm_cluster": MEETS})
         for what, bits in (("attention", model.bits), ("mlp", model.mlp_bits)):
             call = partial(_residual, model, bits)
             name = f"residual_norm_rows to {what}"
-            yield _in_steps(model, name, "residual", residual, call, replace(norm, loads_ahead=model.split))
-        yield _in_steps(model, "last residual", "residual", residual, partial(_residual, model, None), norm)
+            yield _in_steps(model, name, "residual", RESIDUAL, call, replace(MEETS, loads_ahead=model.split))
+        yield _in_steps(model, "last residual", "residual", RESIDUAL, partial(_residual, model, None), MEETS)
         for layer in model.layers:
             name, call = f"{layer.name} head_norms_rope", partial(_head_norms, layer)
             yield _in_steps(model, name, "heads", "_head_norms_rope", call)
         yield _in_steps(model, "geglu_rows", "geglu", "_geglu_rows", partial(_geglu_rows, model))
+    narrow = replace(GEOMETRIES[-1], hidden=fused_norms.WHOLE)
+    yield Entry("norm_rows, narrow", partial(_norm, narrow))
+    yield Entry("sum_norm_rows, narrow", partial(_sum_norm, narrow.hidden, SPLIT, 4))
+    yield Entry("residual_norm_rows, narrow", partial(_residual, narrow, 4))
     model = GEOMETRIES[0]
     yield Entry("sum_partials", partial(_sum_partials, model))
     for bits in (4, 8):
@@ -195,9 +198,9 @@ def _draft_ops() -> Iterator[Entry]:
         yield Entry(f"{model.name} join_accepted_rows", partial(_join_accepted, model, bits))
     for bits in (4, 16):
         split = launch_shape(2 * GEOMETRIES[0].hidden, drafter.hidden, bits).split
-        expects = {"_sum_norm_rows": Expect(loads_ahead=split)}
+        expects = {SUM_NORM: replace(MEETS, loads_ahead=split)}
         yield Entry(f"sum_norm_rows to {bits} bits", partial(_sum_norm, drafter.hidden, split, bits), expects)
-    yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4), {"_sum_norm_cluster": MEETS})
+    yield Entry("sum_norm_rows, wide", partial(_sum_norm, GEOMETRIES[0].hidden, SPLIT, 4), {SUM_NORM: MEETS})
     yield Entry("write_best", _write_best)
     screened = partial(_screened, drafter.hidden, VOCABULARY)
     yield Entry("31b drafter's head, screened", screened, {"_recheck": Expect(mma="HMMA", rows=8)})
@@ -212,15 +215,15 @@ def _early_ops() -> Iterator[Entry]:
         ("join_accepted_rows", "_join_accepted", partial(_join_accepted, model, 4), Expect()),
         (
             "sum_norm_rows",
-            "_sum_norm_rows",
+            SUM_NORM,
             partial(_sum_norm, drafter.hidden, split, 4),
-            Expect(loads_ahead=split),
+            replace(MEETS, loads_ahead=split),
         ),
         (
             "residual_norm_rows",
-            "_residual_norm_rows",
+            RESIDUAL,
             partial(_residual, drafter, drafter.bits),
-            Expect(loads_ahead=drafter.split),
+            replace(MEETS, loads_ahead=drafter.split),
         ),
         ("geglu_rows", "_geglu_rows", partial(_geglu_rows, drafter), Expect()),
         ("pack_rows", "_pack", partial(_pack, drafter, 4), Expect()),
