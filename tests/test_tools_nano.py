@@ -74,11 +74,12 @@ def sample_tokens(length: int = 70) -> torch.Tensor:
 
 
 def test_training_learns(pair_folder: Path) -> None:
-    """A gradient that does not reach the masters leaves the loss at its start, ln(512) = 6.24."""
+    """A gradient that does not reach the masters leaves the loss at its start, ln(512) = 6.24; rates that follow the
+    clock in a run that ends by its steps leave it near there on a fast machine."""
     state = json.loads((pair_folder / "state.json").read_text(encoding="utf-8"))
     assert state["target"]["steps"] == 12
-    assert state["target"]["last_loss"] < 5.9
-    assert state["drafter"]["last_loss"] < 6.0
+    assert state["target"]["last_loss"] < 4.5
+    assert state["drafter"]["last_loss"] < 5.5
     assert len(state["evaluate"]["held_raw"]["agreement"]) == 3
     assert 1.0 <= state["evaluate"]["held_raw"]["tokens_per_round"] <= 4.0
 

@@ -120,7 +120,7 @@ def run_loop(
         torch.cuda.synchronize()
     compile_seconds = clock.elapsed
     clock.compiled()
-    while (share := clock.share) < 1.0 and steps < plan.max_steps:
+    while (share := max(clock.share, steps / plan.max_steps)) < 1.0:  # rates follow whatever ends the run
         loss = step(share >= plan.quantize_from)
         loss.backward()
         optimizer.step(rate_factor(share))
