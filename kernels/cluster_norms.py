@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.cluster import CLUSTER, EACH, MOST_WARPS, begin, end, group_largest, group_sums, row_sum
+from kernels.cluster import CLUSTER, EACH, begin, end, group_largest, group_sums, row_sum
 from kernels.jit import (
     Release,
     half_exponent_of,
@@ -27,9 +27,6 @@ from kernels.jit import (
 )
 from kernels.rmsnorm import inverse_rms
 from kernels.rows import Rows
-
-WIDEST = CLUSTER * MOST_WARPS * 32 * EACH
-"""Widest row."""
 
 
 def norm(h: Tensor, weight: Tensor, eps: float, rows: int, out: Rows, normed: Tensor | None) -> None:
@@ -48,23 +45,20 @@ def sum_norm(
 
 
 def residual_norm(
-    partials: Tensor,
-    residual: Tensor,
-    post_weight: Tensor,
-    scalar: Tensor | None,
-    next_weight: Tensor | None,
+    sums: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor | None, Tensor | None],
     eps: float,
     rows: int,
     bits: int,
-    out: Tensor,
-    packed: Rows | None,
-    normed: Tensor | None,
+    results: tuple[Tensor, Rows | None, Tensor | None],
     release: Release,
 ) -> None:
-    """`kernels.fused_norms.residual_norm_rows`, operands checked."""
+    """`kernels.fused_norms.residual_norm_rows`, operands checked: partials and residual; the first norm's weight, the
+    scalar, the second norm's; and out, packed and normed."""
+    out, packed, normed = results
     into = (None, None, None) if packed is None else (packed.values, packed.sums, packed.scales)
-    operands = partials, residual, post_weight, scalar, next_weight, out, normed, *into, float(eps)
-    constants = {"SPLIT": partials.shape[0], "BITS": bits, "RELEASE": release}
+    operands = *sums, *weights, out, normed, *into, float(eps)
+    constants = {"SPLIT": sums[0].shape[0], "BITS": bits, "RELEASE": release}
     _residual_norm_cluster[(rows,)](*operands, **constants, **_options(out.shape[1], out.device, alone=True))
 
 

@@ -167,8 +167,8 @@ def residual_norm_rows(
         raise ValueError(f"{where}: out is the residual itself; give another buffer")
     slices, size = _slices(width)
     if slices > 1 and not INTERPRETED:
-        norms = post_weight, scalar, next_weight
-        cluster_norms.residual_norm(partials, residual, *norms, eps, rows, bits, out, packed, normed, release)
+        weights, results = (post_weight, scalar, next_weight), (out, packed, normed)
+        cluster_norms.residual_norm((partials, residual), weights, eps, rows, bits, results, release)
         return out, packed
     between = _slice_sums(slices, residual.device)
     for phase in _phases(slices, SECOND if next_weight is None else THIRD):

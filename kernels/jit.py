@@ -26,8 +26,8 @@ SLOTS = 8
 
 
 Release = Literal["first", "early", "late"]
-"""When a launch lets the next one's programs start (decisions 8 and 15): before its wait, right after it, or when its
-own are done."""
+"""When a launch lets the next one's programs start (decisions 8, 15 and 16): before its wait, right after it, or when
+its own are done."""
 
 MOST_REGISTERS = 255
 """What a thread can have."""

@@ -118,23 +118,41 @@ def _dependent_launch(function: Function) -> Iterator[tuple[int, str]]:
             yield function.lineno, f"{name}() must be called once, outside loops and conditions: {len(calls)} found"
             continue
         waits = top[0]
+        aliases = _aliases(statements[: top[0]])
         for node in (node for statement in statements[: top[0]] for node in ast.walk(statement)):
             if isinstance(node, ast.Return):
                 yield node.lineno, f"returns before {name}(): the order of launches is lost"
             if isinstance(node, ast.Call) and _dotted(node) == "_copy_rows":
                 yield node.lineno, f"reads rows before {name}(): the launch that makes them may still run"
-            for pointer in _read_from(node):
+            for pointer in _read_from(node, aliases):
                 if pointer not in (*SETTLED, *STEP, *READ_AHEAD.get(function.name, ())):
                     yield node.lineno, f"reads {pointer} before {name}(): the launch that makes it may still run"
             if isinstance(node, ast.Call) and _dotted(node) in ("tl.store", "gl.store", "store_rows"):
                 yield node.lineno, "stores before wait_for_producers(): an earlier launch may still read there"
 
 
-def _read_from(node: ast.AST) -> Iterator[str]:
+def _pointers(node: ast.AST, aliases: dict[str, set[str]]) -> set[str]:
+    """The kernel's pointers that an expression is made of, by their own names."""
+    names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+    own = {name for name in names if name.endswith("_ptr")}
+    return own.union(*(aliases.get(name, set()) for name in names))
+
+
+def _aliases(statements: list[ast.stmt]) -> dict[str, set[str]]:
+    """What names that are assigned hold of the kernel's pointers."""
+    found: dict[str, set[str]] = {}
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = _pointers(node.value, found)
+    return found
+
+
+def _read_from(node: ast.AST, aliases: dict[str, set[str]]) -> Iterator[str]:
     """Pointers that a call is given, but for a store's."""
     if isinstance(node, ast.Call) and _dotted(node) not in ("tl.store", "gl.store", "store_rows"):
-        for argument in node.args:
-            yield from sorted({x.id for x in ast.walk(argument) if isinstance(x, ast.Name) and x.id.endswith("_ptr")})
+        yield from sorted(set().union(*(_pointers(argument, aliases) for argument in node.args)))
 
 
 def _specialized(function: Function) -> Iterator[str]:

@@ -304,6 +304,11 @@ BROKEN = {
         "w = tl.load(x_ptr + K)",
         "reads x_ptr before wait_for_producers()",
     ),
+    "a pointer of another name": (
+        "w = tl.load(weight_ptr)",
+        "x_at = x_ptr + K\n    w = tl.load(x_at)",
+        "reads x_ptr before wait_for_producers()",
+    ),
     "a helper's read": ("w = tl.load(weight_ptr)", "w = _angles(x_ptr)", "reads x_ptr before wait_for_producers()"),
     "no wait": (f"{WAIT}\n", "", "must be called once, outside loops and conditions: 0 found"),
     "a wait in a loop": (WAIT, f"    for _ in range(2):\n    {WAIT}", "must be called once, outside loops and cond"),
